@@ -1,0 +1,204 @@
+"""How do a step's tokens find the keys and values of their sequence?
+
+One pool holds the cache of all layers: [num_layers, 2, num_blocks + 1, *block]. Each layer first
+*stores* the K and V of the step's tokens into their slots, then every query *attends*, through the
+block table, to the keys of its own sequence up to its own position.
+
+A backend is one implementation of the two. It owns the layout inside a block and nothing else.
+`ReferenceAttention` is the definition in plain torch, and also what runs on a CPU; it checks what
+flash-attn checks, so that a call that works here works there.
+
+Invariants: what a sequence has not written is never read into a result, be it NaN; a row without
+keys (padding) gives exactly 0.
+
+Next: layers.py, the decoder around it.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass
+class AttentionMetadata:
+    """Who attends to what in one step: what every layer needs, travelling as an argument.
+
+    Sequences lie one behind the other in the token dimension; `cu_seqlens_q` are the borders. The
+    queries of a sequence are its last tokens: context_lens counts them among the keys.
+    """
+
+    slot_mapping: Tensor  # [num_tokens] int64: where the K and V of each token go
+    cu_seqlens_q: Tensor  # [num_seqs + 1] int32: first token of each sequence
+    cu_seqlens_k: Tensor  # [num_seqs + 1] int32: the same, counted in keys
+    context_lens: Tensor  # [num_seqs] int32: keys of each sequence
+    block_tables: Tensor  # [num_seqs, width] int32, padded with the scratch block
+    max_query_len: int
+    max_context_len: int
+    query_len: int | None  # queries per sequence where all have equally many (decode), else None
+    plan: "ReferencePlan | None" = None  # made once a step by the reference, used by its layers
+
+
+@dataclass
+class Group:
+    """Neighbouring sequences with the same number of queries: a batch of plain matrices."""
+
+    queries: slice  # rows of the step's tokens
+    num_seqs: int
+    query_len: int
+    num_keys: int  # padded to whole blocks
+    gather: Tensor  # [num_seqs * kv_heads * width] int64: rows (block, head) of the pool
+    unwritten: Tensor  # rows (sequence, head, position) gathered from slots without a token
+    query_positions: Tensor  # [num_seqs, query_len, 1]
+    context_lens: Tensor  # [num_seqs, 1, 1]
+    hidden: dict[int | None, Tensor] = field(default_factory=dict)  # a mask for each window
+
+    def hidden_keys(self, window: int | None) -> Tensor:
+        """True where a query must not look: [num_seqs, 1, query_len, num_keys]."""
+        if window not in self.hidden:
+            keys = torch.arange(self.num_keys, device=self.gather.device)
+            mask = keys > self.query_positions
+            if window is not None:
+                mask |= keys <= self.query_positions - window
+            # A row without keys looks at zeros (they are `unwritten`), so that it gives 0, not NaN.
+            self.hidden[window] = (mask & (self.context_lens > 0))[:, None]
+        return self.hidden[window]
+
+
+@dataclass
+class ReferencePlan:
+    slots: Tensor  # [num_tokens * kv_heads] int64: rows (block, head, offset) of the pool
+    groups: list[Group]
+
+
+class ReferenceAttention:
+    """Paged attention as its definition reads: gather the blocks of the table, mask, softmax, sum.
+
+    A block is (kv_heads, block_size, head_dim): the gathered keys of one head are then one plain
+    matrix. Sequences of like length are computed together, up to `group_size` of them, so that
+    little is padded. The copies go to two buffers that are kept.
+    """
+
+    name = "reference"
+    group_size = 16
+    # From so many queries on, the scores of a long prompt are not worth keeping in memory.
+    min_fused_queries = 32
+
+    def __init__(self) -> None:
+        self.buffers: dict[str, Tensor] = {}
+
+    @staticmethod
+    def block_shape(block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, int, int]:
+        return num_kv_heads, block_size, head_dim
+
+    def store(self, k: Tensor, v: Tensor, cache: Tensor, metadata: AttentionMetadata) -> None:
+        """Write k and v, [num_tokens, kv_heads, head_dim], to their slots in one layer's cache."""
+        plan = self._plan(metadata, cache)
+        head_dim = k.shape[-1]
+        cache[0].view(-1, head_dim).index_copy_(0, plan.slots, k.reshape(-1, head_dim))
+        cache[1].view(-1, head_dim).index_copy_(0, plan.slots, v.reshape(-1, head_dim))
+
+    def attend(self, q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float,
+               window: int | None) -> Tensor:
+        """q: [num_tokens, heads, head_dim]; cache: [2, blocks, kv_heads, block_size, head_dim].
+
+        Each query sees the keys up to its own position, the last `window` of them if that is
+        given. Returns [num_tokens, heads, head_dim].
+        """
+        assert q.dtype == cache.dtype and q.stride(-1) == 1 and q.shape[1] % cache.shape[2] == 0
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for group in self._plan(metadata, cache).groups:
+            k = self._gather("k", cache[0], group)  # [num_seqs, kv_heads, num_keys, head_dim]
+            v = self._gather("v", cache[1], group)
+            out[group.queries] = self._attend_group(q[group.queries], k, v, group, scale, window)
+        return out
+
+    def _attend_group(self, q: Tensor, k: Tensor, v: Tensor, group: Group, scale: float,
+                      window: int | None) -> Tensor:
+        num_seqs, num_kv_heads, num_keys, head_dim = k.shape
+        num_heads = q.shape[1]
+        hidden = group.hidden_keys(window)
+        # [num_seqs, heads, query_len, head_dim]
+        q = q.reshape(num_seqs, group.query_len, num_heads, head_dim).transpose(1, 2)
+        if group.query_len >= self.min_fused_queries:
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=~hidden, scale=scale, enable_gqa=True)
+        else:
+            # The query heads that share a KV head are further rows of one matrix.
+            rows = num_heads // num_kv_heads * group.query_len
+            q = q.reshape(num_seqs * num_kv_heads, rows, head_dim)
+            k, v = k.flatten(0, 1), v.flatten(0, 1)  # [num_seqs * kv_heads, num_keys, head_dim]
+            scores = torch.bmm(q * scale, k.transpose(1, 2))
+            scores.view(num_seqs, num_heads, group.query_len, num_keys).masked_fill_(
+                hidden, float("-inf"))
+            out = torch.bmm(scores.softmax(-1), v)  # [num_seqs * kv_heads, rows, head_dim]
+            out = out.view(num_seqs, num_heads, group.query_len, head_dim)
+        return out.transpose(1, 2).reshape(-1, num_heads, head_dim)
+
+    def _gather(self, name: str, pool: Tensor, group: Group) -> Tensor:
+        """Copy the group's blocks together; slots that were never written become zeros."""
+        _, num_kv_heads, block_size, head_dim = pool.shape
+        rows, size = group.gather.numel(), block_size * head_dim
+        buffer = self.buffers.get(name)
+        if buffer is None or buffer.numel() < rows * size or buffer.dtype != pool.dtype:
+            buffer = self.buffers[name] = pool.new_empty(rows * size)
+        out = buffer[:rows * size].view(rows, size)
+        torch.index_select(pool.view(-1, size), 0, group.gather, out=out)
+        out.view(-1, head_dim).index_fill_(0, group.unwritten, 0)
+        return out.view(group.num_seqs, num_kv_heads, group.num_keys, head_dim)
+
+    def _plan(self, metadata: AttentionMetadata, cache: Tensor) -> ReferencePlan:
+        if metadata.plan is None:
+            metadata.plan = self._make_plan(metadata, cache)
+        return metadata.plan
+
+    def _make_plan(self, metadata: AttentionMetadata, cache: Tensor) -> ReferencePlan:
+        """All index arithmetic of a step, shared by its layers."""
+        tables = metadata.block_tables
+        for name in ("cu_seqlens_q", "cu_seqlens_k", "context_lens"):
+            lengths = getattr(metadata, name)
+            assert lengths.dtype == torch.int32 and lengths.is_contiguous(), name
+        assert tables.dtype == torch.int32 and tables.dim() == 2 and tables.stride(1) == 1
+        assert metadata.slot_mapping.dtype == torch.int64
+
+        num_kv_heads, block_size = cache.shape[2:4]
+        heads = torch.arange(num_kv_heads, device=tables.device)
+        block, offset = metadata.slot_mapping // block_size, metadata.slot_mapping % block_size
+        slots = (block[:, None] * num_kv_heads + heads) * block_size + offset[:, None]
+        groups = []
+        starts = metadata.cu_seqlens_q.tolist()
+        lens = metadata.context_lens.tolist()
+        first = 0
+        while first < len(lens):
+            query_len = starts[first + 1] - starts[first]
+            last = first + 1
+            while (last < len(lens) and last - first < self.group_size
+                   and starts[last + 1] - starts[last] == query_len):
+                last += 1
+            width = max(1, -(-max(lens[first:last]) // block_size))
+            context_lens = metadata.context_lens[first:last, None].long()
+            groups.append(self._make_group(
+                slice(starts[first], starts[last]), query_len, context_lens,
+                tables[first:last, :width].long(), heads, block_size))
+            first = last
+        return ReferencePlan(slots.flatten(), groups)
+
+    @staticmethod
+    def _make_group(queries: slice, query_len: int, context_lens: Tensor, table: Tensor,
+                    heads: Tensor, block_size: int) -> Group:
+        num_seqs, width = table.shape
+        num_kv_heads, num_keys = len(heads), width * block_size
+        # What stands in a table behind the sequence's blocks may be anything: read the first
+        # block instead, whose keys are masked there.
+        num_blocks = -(-context_lens // block_size)
+        column = torch.arange(width, device=table.device)
+        table = torch.where(column < num_blocks, table, table[:, :1])
+        gather = table[:, None] * num_kv_heads + heads[:, None]  # [num_seqs, kv_heads, width]
+        offset = torch.arange(num_keys, device=table.device)
+        in_block = torch.where(offset < num_blocks * block_size, offset, offset % block_size)
+        sequence, position = (in_block >= context_lens).nonzero(as_tuple=True)
+        unwritten = (sequence[:, None] * num_kv_heads + heads) * num_keys + position[:, None]
+        query_positions = context_lens - query_len + offset.new_tensor(range(query_len))
+        return Group(queries, num_seqs, query_len, num_keys, gather.flatten(), unwritten.flatten(),
+                     query_positions[:, :, None], context_lens[:, :, None])

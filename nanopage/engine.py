@@ -1,0 +1,396 @@
+"""What does a user call?
+
+`LLM` follows vLLM's offline class (vllm/entrypoints/llm.py): same names, same defaults. Under every
+call lies one loop, `_step`:
+
+    batch   = scheduler.schedule()          who computes how many tokens; blocks are taken here
+    samples = model_runner.execute(batch)   copy blocks, forward, sample
+    touched = scheduler.update(samples)     append tokens, free the finished
+
+Invariants: a call is checked as a whole before anything is queued; a caller's objects are neither
+kept nor changed; after an error or an interrupt the queues are empty and all blocks are free.
+
+This is the last file. To see it run: example.py.
+"""
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+from nanopage.block_manager import BlockManager
+from nanopage.layers import check_supported
+from nanopage.model_runner import EngineConfig, ModelRunner
+from nanopage.scheduler import Metrics, Scheduler
+from nanopage.sequence import (Request, RequestOutput, SamplingParams, check_bool, check_number)
+
+Prompt = str | list[int] | dict[str, Any]
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class LLM:
+    """A model and its engine.
+
+    model: a directory with a transformers checkpoint, or a name on the model hub.
+    block_size: tokens per block of the KV cache. num_blocks fixes the size of the pool (the
+    scratch block is not counted); else kv_cache_memory_bytes does, or what memory allows.
+    max_model_len: longest prompt + completion, in tokens; by default what the model and the pool
+    allow. max_num_seqs: how many sequences may run at once. max_num_batched_tokens: the token
+    budget of a step.
+
+    Raises ValueError naming the argument, its value and what is allowed; TypeError for an unknown
+    argument.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        tokenizer: str | Path | None = None,
+        device: str = "auto",
+        dtype: str | torch.dtype = "auto",
+        block_size: int | None = None,
+        num_blocks: int | None = None,
+        kv_cache_memory_bytes: int | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        enable_prefix_caching: bool = True,
+        enforce_eager: bool = False,
+        seed: int = 0,
+    ) -> None:
+        check_number("seed", seed, -2**63, 2**63 - 1)
+        path = resolve_model(model)
+        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        check_supported(hf_config)
+        on_gpu = choose_device(device).type == "cuda"
+        config = EngineConfig(
+            device=choose_device(device),
+            dtype=choose_dtype(dtype, hf_config, on_gpu),
+            block_size=block_size or (256 if on_gpu else 16),
+            num_blocks=num_blocks,
+            kv_cache_memory_bytes=kv_cache_memory_bytes,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens or (8192 if on_gpu else 2048),
+            gpu_memory_utilization=gpu_memory_utilization,
+            enable_prefix_caching=enable_prefix_caching,
+            enforce_eager=enforce_eager,
+        )
+        check_config(config, hf_config)
+        self.vocab_size = hf_config.vocab_size
+        self.tokenizer = load_tokenizer(tokenizer, path)
+        self.end_token_ids = find_end_tokens(self.tokenizer, hf_config, path)
+        self.model_runner = ModelRunner(path, hf_config, config)
+        self.config = config
+        self.max_model_len = self.model_runner.max_model_len
+        self.random = random.Random(seed)
+        self.num_requests = 0
+        self._reset()
+
+    # ---- the loop ----------------------------------------------------------------------------
+
+    def _step(self) -> list[Request]:
+        """One step of the engine. Returns the requests that got tokens."""
+        try:
+            batch = self.scheduler.schedule()
+            if not batch.sequences:
+                return []
+            samples = self.model_runner.execute(batch)
+            return self.scheduler.update(samples)
+        except BaseException:
+            self._reset()
+            raise
+
+    def _reset(self) -> None:
+        """Start afresh. After a fault in mid-step no half-written block may survive it."""
+        metrics = self.scheduler.metrics if hasattr(self, "scheduler") else None
+        manager = BlockManager(self.model_runner.num_blocks, self.config.block_size,
+                               self.config.enable_prefix_caching)
+        self.scheduler = Scheduler(manager, self.config.max_num_seqs,
+                                   self.config.max_num_batched_tokens)
+        if metrics is not None:
+            self.scheduler.metrics = metrics
+        self.requests: dict[str, Request] = {}
+        self.finished_aside: list[Request] = []  # ended while another call was stepping
+
+    # ---- whole calls -------------------------------------------------------------------------
+
+    def generate(self, prompts: Prompt | list[Prompt],
+                 sampling_params: SamplingParams | list[SamplingParams] | None = None,
+                 use_tqdm: bool = True,
+                 priority: list[int] | None = None) -> list[RequestOutput]:
+        """Complete one prompt or many; returns a RequestOutput for each, in their order.
+
+        A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids"
+        and perhaps "cache_salt" (prompts with different salts share no cached blocks).
+        Raises ValueError before anything runs.
+        """
+        if isinstance(prompts, (str, dict)) or is_token_ids(prompts):
+            prompts = [prompts]
+        if not isinstance(prompts, (list, tuple)):
+            raise ValueError(f"prompts={prompts!r}: must be a prompt or a list of prompts")
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+        priority = [0] * len(prompts) if priority is None else priority
+        for name, values in (("sampling_params", sampling_params), ("priority", priority)):
+            if not isinstance(values, (list, tuple)) or len(values) != len(prompts):
+                raise ValueError(f"{name}={values!r}: must be one for each of the "
+                                 f"{len(prompts)} prompts")
+        requests = [self._make_request(*args) for args in zip(prompts, sampling_params, priority)]
+        return self._run(requests, use_tqdm)
+
+    def chat(self, messages: list[Any],
+             sampling_params: SamplingParams | list[SamplingParams] | None = None,
+             use_tqdm: bool = True, chat_template: str | None = None,
+             add_generation_prompt: bool = True) -> list[RequestOutput]:
+        """Answer one conversation, a list of {"role", "content"}, or a list of them."""
+        if self.tokenizer is None:
+            raise ValueError("chat: the model has no tokenizer")
+        if not isinstance(messages, (list, tuple)) or not messages:
+            raise ValueError(f"messages={messages!r}: must be a conversation or a list of them")
+        conversations = [messages] if isinstance(messages[0], dict) else messages
+        prompts = []
+        for conversation in conversations:
+            if not conversation or not all(isinstance(m, dict) for m in conversation):
+                raise ValueError(f"messages: {conversation!r} is not a list of messages")
+            text = self.tokenizer.apply_chat_template(
+                list(conversation), chat_template=chat_template, tokenize=False,
+                add_generation_prompt=add_generation_prompt)
+            # The template has written the special tokens already.
+            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+        """Run these requests to their end, and whatever else is under way."""
+        mine = set(requests)
+        num_prompt = num_output = 0
+        bar = tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm)
+        try:
+            for request in requests:
+                self._queue(request)
+            while any(not request.finished for request in mine):
+                for request in self._step():
+                    if not request.finished:
+                        continue
+                    del self.requests[request.request_id]
+                    if request not in mine:
+                        self.finished_aside.append(request)
+                        continue
+                    num_prompt += len(request.prompt_token_ids)
+                    num_output += sum(seq.num_generated_tokens for seq in request.sequences)
+                    rate = 1 / max(bar.format_dict["elapsed"], 1e-9)
+                    bar.set_postfix_str(f"prompt: {num_prompt * rate:.0f} tok/s, "
+                                        f"output: {num_output * rate:.0f} tok/s", refresh=False)
+                    bar.update()
+        except BaseException:
+            self._reset()
+            raise
+        finally:
+            bar.close()
+        return [request.output() for request in requests]
+
+    # ---- step by step ------------------------------------------------------------------------
+
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
+                    priority: int = 0) -> str:
+        """Queue one request for `step`; returns its id. Raises ValueError, queueing nothing."""
+        request = self._make_request(prompt, sampling_params or SamplingParams(), priority)
+        self._queue(request)
+        return request.request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step; returns the requests that got tokens or ended, as they are now."""
+        ended, self.finished_aside = self.finished_aside, []
+        touched = self._step()
+        for request in touched:
+            if request.finished:
+                del self.requests[request.request_id]
+        return [request.output() for request in ended + touched]
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; an unknown or ended one is no error."""
+        request = self.requests.pop(request_id, None)
+        if request is not None:
+            self.scheduler.abort(request)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.requests or self.finished_aside)
+
+    def num_free_blocks(self) -> int:
+        """Blocks that nobody holds; those with a cached prefix are among them."""
+        return self.scheduler.block_manager.num_free_blocks
+
+    def metrics(self) -> Metrics:
+        scheduler, manager = self.scheduler, self.scheduler.block_manager
+        return replace(
+            scheduler.metrics,
+            num_used_blocks=manager.num_used_blocks,
+            num_cached_blocks=len(manager.cached),
+            kv_waste=scheduler.num_empty_slots / max(1, scheduler.num_allocated_slots),
+        )
+
+    # ---- requests ----------------------------------------------------------------------------
+
+    def _queue(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        self.scheduler.add(request)
+
+    def _make_request(self, prompt: Prompt, params: SamplingParams, priority: int) -> Request:
+        """Check everything that the caller gave; nothing is queued yet."""
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params={params!r}: must be a SamplingParams")
+        params = replace(params)  # a checked copy of our own
+        check_number("priority", priority, -2**63, 2**63 - 1)
+        text, token_ids, salt = self._read_prompt(prompt)
+        length = len(token_ids)
+        if not 0 < length < self.max_model_len:
+            raise ValueError(f"prompt has {length} tokens: must have at least 1 and fewer than "
+                             f"max_model_len={self.max_model_len}")
+        for token_id in params.stop_token_ids or ():
+            if token_id >= self.vocab_size:
+                raise ValueError(f"stop_token_ids: {token_id} is not below the vocabulary's size "
+                                 f"{self.vocab_size}")
+        if params.stop_strings and self.tokenizer is None:
+            raise ValueError(f"stop={params.stop!r}: the model has no tokenizer")
+        max_tokens = min(params.max_tokens or self.max_model_len, self.max_model_len - length)
+        self._check_fits(length, max_tokens)
+        self.num_requests += 1
+        return Request(
+            request_id=str(self.num_requests - 1),
+            arrival=self.num_requests,
+            priority=priority,
+            prompt=text,
+            prompt_token_ids=token_ids,
+            params=params,
+            max_tokens=max_tokens,
+            seed=self.random.getrandbits(64) if params.seed is None else params.seed,
+            end_token_ids=self.end_token_ids,
+            tokenizer=self.tokenizer,
+            cache_salt=salt,
+        )
+
+    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], bytes]:
+        fields = prompt if isinstance(prompt, dict) else (
+            {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt})
+        unknown = set(fields) - {"prompt", "prompt_token_ids", "cache_salt"}
+        text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids")
+        salt = fields.get("cache_salt")
+        if unknown or (text is None and token_ids is None):
+            raise ValueError(f"prompt={prompt!r}: must be a string, a list of token ids, or a "
+                             "dict with prompt or prompt_token_ids and perhaps cache_salt")
+        if not isinstance(text, str | None) or not isinstance(salt, str | None):
+            raise ValueError(f"prompt={prompt!r}: prompt and cache_salt must be strings")
+        if token_ids is None:
+            if self.tokenizer is None:
+                raise ValueError(f"prompt={prompt!r}: the model has no tokenizer, give token ids")
+            token_ids = self.tokenizer(text)["input_ids"]
+        if not isinstance(token_ids, (list, tuple)):
+            raise ValueError(f"prompt_token_ids={token_ids!r}: must be a list of token ids")
+        for token_id in token_ids:
+            check_number("prompt_token_ids", token_id, 0, self.vocab_size - 1)
+        return text, [int(token_id) for token_id in token_ids], (salt or "").encode()
+
+    def _check_fits(self, length: int, max_tokens: int) -> None:
+        """The last token's K and V are never written, so one slot less is enough."""
+        manager = self.scheduler.block_manager
+        num_needed = -(-(length + max_tokens - 1) // manager.block_size)
+        if num_needed > manager.num_blocks:
+            raise ValueError(
+                f"prompt of {length} tokens and max_tokens={max_tokens} need {num_needed} blocks "
+                f"of {manager.block_size}, the whole pool has num_blocks={manager.num_blocks}")
+
+
+# ---- start-up --------------------------------------------------------------------------------
+
+
+def resolve_model(model: str | Path) -> Path:
+    """A local directory, or the hub's files of that name in the local cache."""
+    if not isinstance(model, (str, Path)) or not str(model):
+        raise ValueError(f"model={model!r}: must be a directory or a name on the model hub")
+    path = Path(model)
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ValueError(f"model={str(model)!r}: the directory has no config.json")
+        return path
+    if path.exists() or str(model).startswith((".", "/", "~")) or str(model).count("/") > 1:
+        raise ValueError(f"model={str(model)!r}: no such directory")
+    from huggingface_hub import snapshot_download
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+    return Path(snapshot_download(str(model), allow_patterns=patterns,
+                                  ignore_patterns=["original/*", "consolidated*"]))
+
+
+def load_tokenizer(tokenizer: str | Path | None, path: Path) -> Any:
+    """None if the model's directory has none: such a model takes token ids only."""
+    if tokenizer is None and not any((path / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    loaded = AutoTokenizer.from_pretrained(tokenizer or path, trust_remote_code=False)
+    if not loaded.is_fast:
+        raise ValueError(f"tokenizer={str(tokenizer or path)!r}: only tokenizers with a "
+                         "tokenizer.json are supported")
+    return loaded
+
+
+def find_end_tokens(tokenizer: Any, hf_config: Any, path: Path) -> frozenset[int]:
+    """The union of what tokenizer, config.json and generation_config.json call the end."""
+    named = [getattr(tokenizer, "eos_token_id", None), hf_config.eos_token_id]
+    if (path / "generation_config.json").is_file():
+        named.append(GenerationConfig.from_pretrained(path).eos_token_id)
+    ends: set[int] = set()
+    for token_ids in named:
+        ends.update([token_ids] if isinstance(token_ids, int) else token_ids or ())
+    return frozenset(ends)
+
+
+def choose_device(device: str) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r}: must be 'auto', 'cpu' or 'cuda'") from error
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={device!r}: must be 'auto', 'cpu' or 'cuda'")
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}: torch sees no CUDA device here")
+    return chosen
+
+
+def choose_dtype(dtype: str | torch.dtype, hf_config: Any, on_gpu: bool) -> torch.dtype:
+    """"auto": the checkpoint's on CUDA; on a CPU bfloat16 where it multiplies that natively."""
+    if dtype == "auto":
+        if on_gpu:
+            return hf_config.dtype or torch.bfloat16
+        has_bfloat16 = (torch.cpu._is_avx512_bf16_supported(), torch.cpu._is_amx_tile_supported())
+        return torch.bfloat16 if any(has_bfloat16) else torch.float32
+    chosen = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
+    if chosen not in DTYPES.values():
+        raise ValueError(f"dtype={dtype!r}: must be 'auto' or one of {', '.join(DTYPES)}")
+    return chosen
+
+
+def check_config(config: EngineConfig, hf_config: Any) -> None:
+    check_number("block_size", config.block_size, 1)
+    check_number("num_blocks", config.num_blocks, 1, optional=True)
+    check_number("kv_cache_memory_bytes", config.kv_cache_memory_bytes, 1, optional=True)
+    check_number("max_model_len", config.max_model_len, 2, hf_config.max_position_embeddings,
+                 optional=True)
+    check_number("max_num_seqs", config.max_num_seqs, 1)
+    check_number("max_num_batched_tokens", config.max_num_batched_tokens, 1)
+    check_number("gpu_memory_utilization", config.gpu_memory_utilization, 0.01, 1, integer=False)
+    check_bool("enable_prefix_caching", config.enable_prefix_caching)
+    check_bool("enforce_eager", config.enforce_eager)
+
+
+def is_token_ids(prompts: Any) -> bool:
+    return (isinstance(prompts, (list, tuple)) and len(prompts) > 0
+            and all(isinstance(item, int) for item in prompts))

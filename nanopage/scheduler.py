@@ -1,0 +1,235 @@
+"""Who computes next?
+
+There is no "prefill" and no "decode" here. In every step each sequence lags by
+num_tokens - num_computed_tokens, and the step hands out a budget of tokens:
+
+    decode              the sequence lags by 1
+    prefill             it lags by its prompt
+    chunked prefill     it lags by more than the budget left, and gets what is left
+    prefix-cache hit    it starts with num_computed_tokens > 0
+    preemption          its blocks are freed and num_computed_tokens is 0 again
+    speculation         drafted tokens make it lag by 1 + the number of drafts
+
+(vLLM: v1/core/sched/scheduler.py, whose opening note of `schedule` says the same.)
+
+Invariants: a live sequence is in exactly one of `running` and `waiting`, both sorted by
+Sequence.order; no step exceeds max_num_batched_tokens; a waiting sequence holds no block. The
+first in order can have every block of the pool by preempting the others, and no request is
+admitted that the whole pool could not hold: so the first always finishes, and then the next.
+
+Next: attention.py, how a step's tokens find the keys and values of their sequence.
+"""
+
+from bisect import insort
+from dataclasses import dataclass, field
+
+from nanopage.block_manager import BlockManager
+from nanopage.sequence import Logprob, Request, Sequence
+
+
+@dataclass
+class Batch:
+    """What one step computes: the next num_scheduled_tokens of each sequence, drafts included."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    num_tokens: int = 0
+    copies: list[tuple[int, int]] = field(default_factory=list)  # blocks, before the forward pass
+
+
+@dataclass
+class Samples:
+    """What one step sampled: a list for each sequence of the batch, in any order.
+
+    The list is empty for a prompt that is not yet complete; it has one token for each branch
+    where a prompt forks, and otherwise 1 + len(draft_token_ids).
+    """
+
+    sequences: list[Sequence]
+    token_ids: list[list[int]]
+    logprobs: list[list[dict[int, Logprob]]] | None = None
+
+
+@dataclass
+class Metrics:
+    """Counters since the engine started; blocks are counted without the scratch block."""
+
+    num_blocks: int = 0
+    num_used_blocks: int = 0
+    num_cached_blocks: int = 0
+    peak_used_blocks: int = 0
+    kv_waste: float = 0.0  # share of the allocated slots that hold no token, mean over all steps
+    num_preemptions: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    num_prompt_tokens: int = 0
+    num_generated_tokens: int = 0
+    num_steps: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    num_saved_blocks: int = 0  # sum of references - blocks in use, at the peak
+
+
+class Scheduler:
+    """The waiting and the running, and the loop that moves them."""
+
+    def __init__(self, block_manager: BlockManager, max_num_seqs: int,
+                 max_num_batched_tokens: int) -> None:
+        self.block_manager = block_manager
+        self.max_num_batched_tokens = max_num_batched_tokens
+        # Every running sequence gets a token in each step, so no more can run than the budget has.
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.metrics = Metrics(num_blocks=block_manager.num_blocks)
+        self.num_finished = 0  # in this step
+        self.num_empty_slots = 0  # summed over steps, as is the next
+        self.num_allocated_slots = 0
+
+    def add(self, request: Request) -> None:
+        """Queue a request; its other branches appear when its prompt is computed."""
+        insort(self.waiting, request.sequences[0], key=Sequence.get_order)
+
+    def abort(self, request: Request) -> None:
+        """Drop a request wherever it is; its blocks are free at once."""
+        for seq in request.sequences:
+            if seq.finish_reason is None:
+                seq.finish_reason = "abort"
+                self.block_manager.free(seq)
+        self.running = [seq for seq in self.running if seq.request is not request]
+        self.waiting = [seq for seq in self.waiting if seq.request is not request]
+
+    # ---- before the forward pass -------------------------------------------------------------
+
+    def schedule(self) -> Batch:
+        """Choose the tokens of the next step and take the blocks that they will be written to."""
+        batch = Batch()
+        num_preempted = self._schedule_running(batch)
+        # The blocks of the preempted are for those who lacked them, not for newcomers.
+        if not num_preempted:
+            self._admit_waiting(batch)
+        self._count_blocks(batch)
+        return batch
+
+    def _schedule_running(self, batch: Batch) -> int:
+        manager, running = self.block_manager, self.running
+        budget = self.max_num_batched_tokens
+        num_preempted = 0
+        i = 0
+        while i < len(running):
+            seq = running[i]
+            i += 1
+            num_new = len(seq.token_ids) - seq.num_computed_tokens
+            if num_new > 1:  # leave one token for each of those behind: decodes never starve
+                num_new = min(num_new, budget - batch.num_tokens - (len(running) - i))
+            end = seq.num_computed_tokens + num_new
+            num_needed = manager.num_blocks_needed(seq, end)
+            while num_needed > manager.num_free_blocks:
+                victim = running.pop()  # lowest priority, latest arrival; perhaps seq itself
+                self._preempt(victim)
+                num_preempted += 1
+                if victim is seq:
+                    return num_preempted
+                num_needed = manager.num_blocks_needed(seq, end)
+            self._schedule_tokens(batch, seq, num_new, num_needed)
+        return num_preempted
+
+    def _admit_waiting(self, batch: Batch) -> None:
+        manager = self.block_manager
+        while (self.waiting and len(self.running) < self.max_num_seqs
+               and batch.num_tokens < self.max_num_batched_tokens):
+            seq = self.waiting[0]
+            manager.share_prefix(seq)
+            num_hit = seq.num_computed_tokens
+            num_new = min(seq.num_tokens - num_hit, self.max_num_batched_tokens - batch.num_tokens)
+            num_needed = manager.num_blocks_needed(seq, num_hit + num_new)
+            if num_needed > manager.num_free_blocks:
+                manager.free(seq)
+                break
+            self.waiting.pop(0)
+            insort(self.running, seq, key=Sequence.get_order)
+            self._count_admission(seq)
+            self._schedule_tokens(batch, seq, num_new, num_needed)
+
+    def _schedule_tokens(self, batch: Batch, seq: Sequence, num_new: int, num_needed: int) -> None:
+        manager = self.block_manager
+        end = seq.num_computed_tokens + num_new
+        if num_needed:
+            batch.copies += manager.allocate(seq, end)
+        if end // manager.block_size > seq.num_registered_blocks:
+            manager.register(seq, end)
+        seq.num_scheduled_tokens = num_new
+        batch.sequences.append(seq)
+        batch.num_tokens += num_new
+        self.num_empty_slots += len(seq.block_table) * manager.block_size - end
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Recompute later: nothing is swapped out, and often the prefix cache still has it."""
+        self.block_manager.free(seq)
+        insort(self.waiting, seq, key=Sequence.get_order)
+        self.metrics.num_preemptions += 1
+
+    def _count_admission(self, seq: Sequence) -> None:
+        metrics, request = self.metrics, seq.request
+        if self.block_manager.enable_prefix_caching:
+            metrics.prefix_queried_tokens += seq.num_tokens
+            metrics.prefix_hit_tokens += seq.num_computed_tokens
+        if request.num_cached_tokens is None:  # what it hits after a preemption is not its merit
+            request.num_cached_tokens = seq.num_computed_tokens
+            metrics.num_prompt_tokens += seq.num_prompt_tokens
+
+    def _count_blocks(self, batch: Batch) -> None:
+        manager, metrics = self.block_manager, self.metrics
+        num_used = manager.num_used_blocks
+        self.num_allocated_slots += num_used * manager.block_size
+        if num_used > metrics.peak_used_blocks:
+            metrics.peak_used_blocks = num_used
+            num_references = sum(len(seq.block_table) for seq in self.running)
+            metrics.num_saved_blocks = num_references - num_used
+        metrics.num_steps += bool(batch.sequences)
+
+    # ---- after the forward pass --------------------------------------------------------------
+
+    def update(self, samples: Samples) -> list[Request]:
+        """Append what was sampled, free what is finished; returns the requests with new tokens."""
+        self.block_manager.step_done()
+        touched: dict[Request, None] = {}
+        for i, seq in enumerate(samples.sequences):
+            seq.num_computed_tokens += seq.num_scheduled_tokens
+            token_ids = samples.token_ids[i]
+            if not token_ids:
+                continue
+            touched[seq.request] = None
+            logprobs = None if samples.logprobs is None else samples.logprobs[i]
+            if len(token_ids) == 1 or seq.num_generated_tokens:
+                self._append(seq, token_ids, logprobs)
+            else:
+                self._fork(seq, token_ids, logprobs)
+        if self.num_finished:
+            self.running = [seq for seq in self.running if seq.finish_reason is None]
+            self.num_finished = 0
+        return list(touched)
+
+    def _append(self, seq: Sequence, token_ids: list[int],
+                logprobs: list[dict[int, Logprob]] | None) -> None:
+        for j, token_id in enumerate(token_ids):
+            if logprobs is not None and seq.logprobs is not None:
+                seq.append_logprobs(token_id, logprobs[j])
+            seq.append(token_id)
+            self.metrics.num_generated_tokens += 1
+            if seq.finish_reason is not None:
+                self.block_manager.free(seq)
+                self.num_finished += 1
+                return
+
+    def _fork(self, seq: Sequence, token_ids: list[int],
+              logprobs: list[dict[int, Logprob]] | None) -> None:
+        """The prompt was computed once; here it becomes n branches that share its blocks."""
+        branches = seq.request.sequences
+        for child in branches[1:]:
+            self.block_manager.fork(seq, child)
+            insort(self.running, child, key=Sequence.get_order)
+        for j, child in enumerate(branches):
+            self._append(child, token_ids[j:j + 1], logprobs and logprobs[j:j + 1])
+        self.running = [seq for seq in self.running if seq.finish_reason is None]
+        while len(self.running) > self.max_num_seqs:  # the rest come later, as if preempted
+            self._preempt(self.running.pop())
