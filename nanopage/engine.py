@@ -16,6 +16,7 @@ This is the last file. To see it run: example.py.
 import random
 from collections.abc import Iterator
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +75,13 @@ class LLM:
         config = EngineConfig(
             device=choose_device(device),
             dtype=choose_dtype(dtype, hf_config, on_gpu),
-            block_size=block_size or (256 if on_gpu else 16),
+            block_size=(256 if on_gpu else 16) if block_size is None else block_size,
             num_blocks=num_blocks,
             kv_cache_memory_bytes=kv_cache_memory_bytes,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens or (8192 if on_gpu else 2048),
+            max_num_batched_tokens=((8192 if on_gpu else 2048) if max_num_batched_tokens is None
+                                    else max_num_batched_tokens),
             gpu_memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=enable_prefix_caching,
             enforce_eager=enforce_eager,
@@ -159,7 +161,8 @@ class LLM:
         conversations = [messages] if isinstance(messages[0], dict) else messages
         prompts = []
         for conversation in conversations:
-            if not conversation or not all(isinstance(m, dict) for m in conversation):
+            if (not isinstance(conversation, (list, tuple)) or not conversation
+                    or not all(isinstance(message, dict) for message in conversation)):
                 raise ValueError(f"messages: {conversation!r} is not a list of messages")
             text = self.tokenizer.apply_chat_template(
                 list(conversation), chat_template=chat_template, tokenize=False,
@@ -393,4 +396,4 @@ def check_config(config: EngineConfig, hf_config: Any) -> None:
 
 def is_token_ids(prompts: Any) -> bool:
     return (isinstance(prompts, (list, tuple)) and len(prompts) > 0
-            and all(isinstance(item, int) for item in prompts))
+            and all(isinstance(item, Integral) for item in prompts))

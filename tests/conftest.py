@@ -164,7 +164,9 @@ def hf_greedy(path, prompt, num_tokens):
     key = (path, tuple(prompt))
     if len(_greedy.get(key, ())) < num_tokens:
         model = hf_model(path)
-        out = model.generate(torch.tensor([list(prompt)]), do_sample=False,
+        ids = torch.tensor([list(prompt)])
+        # Without a mask, generate would hide the tokens that look like padding.
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False,
                              max_new_tokens=max(num_tokens, 24), eos_token_id=None)
         _greedy[key] = out[0, len(prompt):].tolist()
     return _greedy[key][:num_tokens]

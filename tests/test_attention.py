@@ -1,0 +1,115 @@
+"""The reference attention against attention as a loop over rows; it must not read what is unwritten."""
+
+import pytest
+import torch
+from conftest import generate, hf_greedy, make_engine, prompts_of
+
+from nanopage.attention import AttentionMetadata, ReferenceAttention
+
+
+def by_rows(q, k, v, scale, window):
+    """One sequence, one query and one head at a time. q: [queries, heads, dim], k, v: [keys, ...]."""
+    out = torch.zeros_like(q)
+    num_groups = q.shape[1] // k.shape[1]
+    for i in range(len(q)):
+        last = len(k) - len(q) + i
+        first = 0 if window is None else max(0, last - window + 1)
+        for head in range(q.shape[1]):
+            keys = k[first:last + 1, head // num_groups].float()
+            weights = (keys @ q[i, head].float() * scale).softmax(0)
+            out[i, head] = (weights @ v[first:last + 1, head // num_groups].float()).to(q.dtype)
+    return out
+
+
+def random_case(query_lens, context_lens, heads, kv_heads, block_size=4, head_dim=8,
+                dtype=torch.float32, seed=0):
+    """Scattered blocks, junk behind the tables, NaN in every slot that is not a token's."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    counts = [-(-length // block_size) for length in context_lens]
+    order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
+    tables = torch.randint(1, sum(counts) + 1, (len(counts), max(counts) + 2),
+                           dtype=torch.int32, generator=generator)
+    cache = torch.full((2, sum(counts) + 1, kv_heads, block_size, head_dim), float("nan"),
+                       dtype=dtype)
+    q, ks, vs, slots = rand(sum(query_lens), heads, head_dim), [], [], []
+    for i, (num_queries, length) in enumerate(zip(query_lens, context_lens)):
+        table = [order.pop() for _ in range(counts[i])]
+        tables[i, :counts[i]] = torch.tensor(table, dtype=torch.int32)
+        ks.append(rand(length, kv_heads, head_dim))
+        vs.append(rand(length, kv_heads, head_dim))
+        for position in range(length):
+            block, offset = table[position // block_size], position % block_size
+            if position < length - num_queries:
+                cache[0, block, :, offset] = ks[-1][position]
+                cache[1, block, :, offset] = vs[-1][position]
+            else:
+                slots.append(block * block_size + offset)
+
+    def cumulate(lens):
+        return torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
+
+    metadata = AttentionMetadata(
+        slot_mapping=torch.tensor(slots), cu_seqlens_q=cumulate(query_lens),
+        cu_seqlens_k=cumulate(context_lens),
+        context_lens=torch.tensor(context_lens, dtype=torch.int32), block_tables=tables,
+        max_query_len=max(query_lens), max_context_len=max(context_lens), query_len=None)
+    new_k = torch.cat([k[len(k) - n:] for k, n in zip(ks, query_lens)])
+    new_v = torch.cat([v[len(v) - n:] for v, n in zip(vs, query_lens)])
+    return q, ks, vs, new_k, new_v, cache, metadata
+
+
+@pytest.mark.parametrize("window", [None, 1, 5])
+@pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (8, 1)])
+def test_reference_is_attention(heads, kv_heads, window):
+    query_lens = [1, 1, 1, 3, 3, 7, 40, 1]
+    context_lens = [1, 9, 16, 3, 12, 30, 45, 21]
+    q, ks, vs, new_k, new_v, cache, metadata = random_case(query_lens, context_lens, heads, kv_heads)
+    backend = ReferenceAttention()
+    backend.store(new_k, new_v, cache, metadata)
+    out = backend.attend(q, cache, metadata, 0.3, window)
+    first = 0
+    for num_queries, k, v in zip(query_lens, ks, vs):
+        expected = by_rows(q[first:first + num_queries], k, v, 0.3, window)
+        torch.testing.assert_close(out[first:first + num_queries], expected)
+        first += num_queries
+
+
+def test_rows_without_keys_give_zero():
+    """K4: a padding row of a captured batch: length 0, table 0, and the scratch block is dirty."""
+    cache = torch.full((2, 3, 2, 4, 8), float("nan"))
+    cache[:, 1] = 1.0
+    metadata = AttentionMetadata(
+        slot_mapping=torch.tensor([4, 0, 0]),
+        cu_seqlens_q=torch.arange(4, dtype=torch.int32),
+        cu_seqlens_k=torch.tensor([0, 1, 1, 1], dtype=torch.int32),
+        context_lens=torch.tensor([1, 0, 0], dtype=torch.int32),
+        block_tables=torch.tensor([[1, 0], [0, 0], [0, 0]], dtype=torch.int32),
+        max_query_len=1, max_context_len=1, query_len=1)
+    out = ReferenceAttention().attend(torch.ones(3, 4, 8), cache, metadata, 1.0, None)
+    assert torch.equal(out[0], torch.ones(4, 8)) and torch.equal(out[1:], torch.zeros(2, 4, 8))
+
+
+@pytest.mark.parametrize("field, value", [
+    ("block_tables", lambda t: t.long()), ("block_tables", lambda t: t.T.contiguous().T),
+    ("context_lens", lambda t: t.long()), ("cu_seqlens_q", lambda t: t.float()),
+    ("cu_seqlens_k", lambda t: t.repeat_interleave(2)[::2]), ("slot_mapping", lambda t: t.int()),
+])
+def test_reference_demands_what_flash_attn_demands(field, value):
+    q, _, _, new_k, new_v, cache, metadata = random_case([1, 2], [5, 6], 4, 2)
+    setattr(metadata, field, value(getattr(metadata, field)))
+    with pytest.raises(AssertionError):
+        ReferenceAttention().store(new_k, new_v, cache, metadata)
+
+
+def test_a_request_with_nan_does_not_poison_the_next(r_model):
+    """Blocks are reused uncleared: what an overflow left in them is never read."""
+    llm = make_engine(r_model, num_blocks=8)
+    prompts = prompts_of([9, 6, 3])
+    for prompt in prompts:
+        assert generate(llm, [prompt], max_tokens=6) == [hf_greedy(r_model, prompt, 6)]
+        llm._reset()
+        llm.model_runner.kv_cache.fill_(float("inf"))

@@ -1,0 +1,152 @@
+"""H: stop strings, characters of several tokens, end tokens, chat templates."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import byte_tokenizer, check_idle, make_engine, make_table_model
+
+from nanopage import SamplingParams
+
+END, EOS = 258, 257  # <|end|>, </s>
+
+
+@pytest.fixture(scope="module")
+def llm(text_model):
+    return make_engine(text_model)
+
+
+def complete(llm, prompt="say:", **params):
+    params = SamplingParams(**{**dict(temperature=0, max_tokens=32), **params})
+    completion = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0]
+    check_idle(llm)
+    return completion
+
+
+def test_stop_string_over_several_tokens(llm, script):
+    """H1: seen between token ends, and cut from the text; the ids keep all tokens."""
+    script("hello world")
+    completion = complete(llm, stop=["lo w"])
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == (
+        "hel", "stop", "lo w")
+    assert bytes(completion.token_ids).decode() == "hello w"
+    assert complete(llm, stop="lo w", include_stop_str_in_output=True).text == "hello w"
+    assert complete(llm, prompt="lo w", stop=["lo w"]).text == "hel"
+    assert complete(llm, stop=["zz", "lo"]).text == "hel"
+    assert complete(llm, stop=["o", "lo w"]).text == "hell"
+    assert complete(llm, stop="hello world", max_tokens=11).text == ""
+    length = complete(llm, stop=["zz"], max_tokens=11)
+    assert (length.text, length.finish_reason) == ("hello world", "length")
+
+
+def test_stop_by_id_keeps_the_text(llm, script):
+    script("hello world")
+    completion = complete(llm, stop_token_ids=[ord("o")])
+    assert (completion.text, completion.finish_reason, completion.stop_reason) == (
+        "hello", "stop", ord("o"))
+
+
+def test_stop_in_the_last_held_back_characters(llm, script):
+    """A token that ends in half a character hides the stop string before it until the end."""
+    script(b"ab" + "é".encode()[:1])
+    assert complete(llm, stop="b", max_tokens=3).text == "a"
+    assert complete(llm, stop="x", max_tokens=3).text == "ab\ufffd"
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 14))
+def test_characters_of_several_tokens(llm, script, max_tokens):
+    """H2: the text is the tokenizer's decoding, wherever the limit falls."""
+    script(" é😀漢!x")
+    completion = complete(llm, max_tokens=max_tokens)
+    assert completion.text == llm.tokenizer.decode(completion.token_ids)
+    assert len(completion.token_ids) == max_tokens
+
+
+def save(path, **ends):
+    """A text model whose end tokens are named in this and that file."""
+    tokenizer = byte_tokenizer()
+    make_table_model(path, torch.eye(259), tokenizer=tokenizer)
+    config = json.loads((Path(path) / "config.json").read_text())
+    config["eos_token_id"] = ends.get("config")
+    (Path(path) / "config.json").write_text(json.dumps(config))
+    generation = Path(path) / "generation_config.json"
+    if "generation" in ends:
+        generation.write_text(json.dumps({"eos_token_id": ends["generation"]}))
+    else:
+        generation.unlink(missing_ok=True)
+    return make_engine(str(path))
+
+
+@pytest.mark.parametrize("ends, stops", [
+    (dict(generation=[EOS, END]), True), (dict(generation=END), True), (dict(config=END), True),
+    (dict(generation=EOS, config=END), True), (dict(config=[EOS, END]), True),
+    (dict(generation=EOS, config=EOS), False), (dict(), False),
+])
+def test_end_tokens_are_a_union(tmp_path, script, ends, stops):
+    """H4: tokenizer, config.json and generation_config.json each add to the stop set."""
+    script([*b"abcd", END, *b"efghijklmnop"])
+    llm = save(tmp_path, **ends)
+    completion = complete(llm, max_tokens=12)
+    assert len(completion.token_ids) == (5 if stops else 12)
+    assert completion.text == ("abcd" if stops else "abcdefghijk")  # special tokens are left out
+    assert completion.finish_reason == ("stop" if stops else "length")
+    assert completion.stop_reason is None
+    assert len(complete(llm, max_tokens=12, ignore_eos=True).token_ids) == 12
+    with_special = complete(llm, max_tokens=5, skip_special_tokens=False)
+    assert with_special.text == "abcd<|end|>"
+
+
+def test_tokenizer_end_token(tmp_path, script):
+    script([*b"ab", EOS, *b"cd"])
+    assert complete(save(tmp_path)).text == "ab"
+
+
+def test_min_tokens(tmp_path):
+    """H4: end tokens are barred until min_tokens; stop strings do not count before it."""
+    table = torch.zeros(259, 259)
+    table[:, END] = 9.0
+    table[:, ord("a")] = 5.0
+    path = make_table_model(tmp_path, table, tokenizer=byte_tokenizer(), eos_token_id=[EOS, END])
+    llm = make_engine(path)
+    completion = complete(llm, min_tokens=8, logprobs=1)
+    assert completion.text == "a" * 8 and completion.token_ids[-1] == END
+    assert completion.logprobs[0][END].logprob > completion.logprobs[0][ord("a")].logprob  # raw
+    assert complete(llm, min_tokens=4, stop_token_ids=[ord("a")], seed=3,
+                    temperature=1.0).token_ids.count(ord("a")) <= 1
+    assert complete(llm, ignore_eos=True, min_tokens=3, max_tokens=4).token_ids == [END] * 4
+    completion = complete(llm, min_tokens=8, stop="aa")
+    assert len(completion.token_ids) == 8 and completion.finish_reason == "stop"
+
+
+def test_special_tokens_of_prompts(tmp_path, script):
+    """Promise 7: strings get the tokenizer's special tokens, ids none, chat none twice."""
+    from tokenizers.processors import TemplateProcessing
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 256)])
+    tokenizer.chat_template = ("<s>{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}"
+                               "{% endfor %}{% if add_generation_prompt %}a:{% endif %}")
+    path = make_table_model(tmp_path, torch.eye(259), tokenizer=tokenizer)
+    llm = make_engine(path)
+    script("ok")
+    params = SamplingParams(temperature=0, max_tokens=2)
+    outputs = llm.generate(["hi", {"prompt": "hi"}, [104, 105]], [params] * 3, use_tqdm=False)
+    assert [o.prompt_token_ids for o in outputs] == [[256, 104, 105]] * 2 + [[104, 105]]
+    assert [o.prompt for o in outputs] == ["hi", "hi", None]
+    message = {"role": "user", "content": "hi"}
+    output = llm.chat([message], params, use_tqdm=False)[0]
+    assert output.prompt_token_ids == [256, *b"u:hia:"] and output.outputs[0].text == "ok"
+    assert len(llm.chat([[message], [message, message]], params, use_tqdm=False)) == 2
+    output = llm.chat([message], params, use_tqdm=False, add_generation_prompt=False)[0]
+    assert output.prompt_token_ids == [256, *b"u:hi"]
+    for bad in ([], [[]], "hi", [5]):
+        with pytest.raises(ValueError, match="messages"):
+            llm.chat(bad, params, use_tqdm=False)
+
+
+def test_decoded_logprobs(llm, script):
+    script("ab")
+    completion = complete(llm, max_tokens=2, logprobs=1)
+    assert [entry[t].decoded_token for t, entry in zip(completion.token_ids, completion.logprobs)
+            ] == ["a", "b"]
