@@ -24,11 +24,13 @@ import torch
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from nanopage.beam_search import BeamSearch, BeamSearchParams
 from nanopage.block_manager import BlockManager
 from nanopage.layers import check_supported
 from nanopage.model_runner import EngineConfig, ModelRunner
 from nanopage.scheduler import Metrics, Scheduler
-from nanopage.sequence import (Request, RequestOutput, SamplingParams, check_bool, check_number)
+from nanopage.sequence import (CompletionOutput, Request, RequestOutput, SamplingParams,
+                               check_bool, check_number)
 
 Prompt = str | list[int] | dict[str, Any]
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -111,8 +113,20 @@ class LLM:
             self._reset()
             raise
 
+    def _advance(self) -> list[Request]:
+        """One step, on behalf of whichever call; the others find their results where they look."""
+        touched = self._step()
+        for request in touched:
+            if request.finished:
+                self.requests.pop(request.request_id, None)
+                if request.is_stepwise:
+                    self.finished_aside.append(request)
+        return touched
+
     def _reset(self) -> None:
         """Start afresh. After a fault in mid-step no half-written block may survive it."""
+        for request in getattr(self, "requests", {}).values():
+            self.scheduler.abort(request)
         metrics = self.scheduler.metrics if hasattr(self, "scheduler") else None
         manager = BlockManager(self.model_runner.num_blocks, self.config.block_size,
                                self.config.enable_prefix_caching)
@@ -135,10 +149,7 @@ class LLM:
         and perhaps "cache_salt" (prompts with different salts share no cached blocks).
         Raises ValueError before anything runs.
         """
-        if isinstance(prompts, (str, dict)) or is_token_ids(prompts):
-            prompts = [prompts]
-        if not isinstance(prompts, (list, tuple)):
-            raise ValueError(f"prompts={prompts!r}: must be a prompt or a list of prompts")
+        prompts = as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
         priority = [0] * len(prompts) if priority is None else priority
@@ -172,6 +183,29 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm)
 
+    def beam_search(self, prompts: Prompt | list[Prompt],
+                    params: BeamSearchParams) -> list[RequestOutput]:
+        """The `beam_width` best completions of each prompt, best first, as its `outputs`.
+
+        A beam's score is cumulative_logprob / generated length ** length_penalty.
+        Raises ValueError if the beams of a prompt cannot run and be held all at once.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params={params!r}: must be a BeamSearchParams")
+        params = replace(params)
+        most = self.scheduler.max_num_seqs
+        if params.beam_width > most:
+            raise ValueError(f"beam_width={params.beam_width}: at most {most} sequences can run "
+                             "at once (max_num_seqs, max_num_batched_tokens)")
+        requests = []
+        for prompt in as_list(prompts):
+            search = BeamSearch(params, 0 if params.ignore_eos else len(self.end_token_ids))
+            sampling_params = SamplingParams(
+                temperature=0, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos,
+                logprobs=search.num_candidates)
+            requests.append(self._make_request(prompt, sampling_params, 0, search))
+        return self._run(requests, use_tqdm=False)
+
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         """Run these requests to their end, and whatever else is under way."""
         mine = set(requests)
@@ -181,12 +215,8 @@ class LLM:
             for request in requests:
                 self._queue(request)
             while any(not request.finished for request in mine):
-                for request in self._step():
-                    if not request.finished:
-                        continue
-                    del self.requests[request.request_id]
-                    if request not in mine:
-                        self.finished_aside.append(request)
+                for request in self._advance():
+                    if not request.finished or request not in mine:
                         continue
                     num_prompt += len(request.prompt_token_ids)
                     num_output += sum(seq.num_generated_tokens for seq in request.sequences)
@@ -201,23 +231,47 @@ class LLM:
             bar.close()
         return [request.output() for request in requests]
 
+    # ---- token by token ----------------------------------------------------------------------
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
+               priority: int = 0) -> Iterator[CompletionOutput]:
+        """Yield what is new as it comes: CompletionOutputs with only new `text` and `token_ids`.
+
+        No text ends in half a character, and none is part of a stop string. The last output of
+        each completion has its finish_reason. Leaving the loop early aborts the request.
+        """
+        params = sampling_params or SamplingParams()
+        return self._stream(self._make_request(prompt, params, priority))
+
+    def _stream(self, request: Request) -> Iterator[CompletionOutput]:
+        shown = [(0, 0, None)] * len(request.sequences)  # tokens, characters, finish_reason
+        self._queue(request)
+        try:
+            while None in (finish_reason for _, _, finish_reason in shown):
+                if not request.finished:
+                    self._advance()
+                for i, seq in enumerate(request.sequences):
+                    before, shown[i] = shown[i], seq.progress
+                    if shown[i] != before:
+                        yield seq.output(*before[:2])
+        finally:
+            self.abort(request.request_id)
+
     # ---- step by step ------------------------------------------------------------------------
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
                     priority: int = 0) -> str:
         """Queue one request for `step`; returns its id. Raises ValueError, queueing nothing."""
         request = self._make_request(prompt, sampling_params or SamplingParams(), priority)
+        request.is_stepwise = True
         self._queue(request)
         return request.request_id
 
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests that got tokens or ended, as they are now."""
+        touched = [request for request in self._advance() if not request.finished]
         ended, self.finished_aside = self.finished_aside, []
-        touched = self._step()
-        for request in touched:
-            if request.finished:
-                del self.requests[request.request_id]
-        return [request.output() for request in ended + touched]
+        return [request.output() for request in ended + touched if request.is_stepwise]
 
     def abort(self, request_id: str) -> None:
         """End a request now; an unknown or ended one is no error."""
@@ -247,7 +301,8 @@ class LLM:
         self.requests[request.request_id] = request
         self.scheduler.add(request)
 
-    def _make_request(self, prompt: Prompt, params: SamplingParams, priority: int) -> Request:
+    def _make_request(self, prompt: Prompt, params: SamplingParams, priority: int,
+                      beam_search: BeamSearch | None = None) -> Request:
         """Check everything that the caller gave; nothing is queued yet."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params={params!r}: must be a SamplingParams")
@@ -265,7 +320,7 @@ class LLM:
         if params.stop_strings and self.tokenizer is None:
             raise ValueError(f"stop={params.stop!r}: the model has no tokenizer")
         max_tokens = min(params.max_tokens or self.max_model_len, self.max_model_len - length)
-        self._check_fits(length, max_tokens)
+        self._check_fits(length, max_tokens, 1 if beam_search is None else beam_search.beam_width)
         self.num_requests += 1
         return Request(
             request_id=str(self.num_requests - 1),
@@ -279,6 +334,7 @@ class LLM:
             end_token_ids=self.end_token_ids,
             tokenizer=self.tokenizer,
             cache_salt=salt,
+            beam_search=beam_search,
         )
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], bytes]:
@@ -302,14 +358,18 @@ class LLM:
             check_number("prompt_token_ids", token_id, 0, self.vocab_size - 1)
         return text, [int(token_id) for token_id in token_ids], (salt or "").encode()
 
-    def _check_fits(self, length: int, max_tokens: int) -> None:
-        """The last token's K and V are never written, so one slot less is enough."""
+    def _check_fits(self, length: int, max_tokens: int, num_beams: int) -> None:
+        """Refuse what the whole pool could not hold: n branches one at a time, beams together.
+
+        The last token's K and V are never written, so one slot less is enough.
+        """
         manager = self.scheduler.block_manager
-        num_needed = -(-(length + max_tokens - 1) // manager.block_size)
+        num_needed = -(-(length + max_tokens - 1) // manager.block_size) * num_beams
         if num_needed > manager.num_blocks:
             raise ValueError(
-                f"prompt of {length} tokens and max_tokens={max_tokens} need {num_needed} blocks "
-                f"of {manager.block_size}, the whole pool has num_blocks={manager.num_blocks}")
+                f"prompt of {length} tokens, max_tokens={max_tokens} and {num_beams} beam(s) need "
+                f"{num_needed} blocks of {manager.block_size}, the whole pool has "
+                f"num_blocks={manager.num_blocks}")
 
 
 # ---- start-up --------------------------------------------------------------------------------
@@ -394,6 +454,11 @@ def check_config(config: EngineConfig, hf_config: Any) -> None:
     check_bool("enforce_eager", config.enforce_eager)
 
 
-def is_token_ids(prompts: Any) -> bool:
-    return (isinstance(prompts, (list, tuple)) and len(prompts) > 0
-            and all(isinstance(item, Integral) for item in prompts))
+def as_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
+    """One prompt becomes a list of one."""
+    if isinstance(prompts, (str, dict)):
+        return [prompts]
+    if not isinstance(prompts, (list, tuple)):
+        raise ValueError(f"prompts={prompts!r}: must be a prompt or a list of prompts")
+    is_token_ids = bool(prompts) and all(isinstance(item, Integral) for item in prompts)
+    return [list(prompts)] if is_token_ids else list(prompts)

@@ -118,8 +118,8 @@ def sample_random(logits: Tensor, rows: list[SampleRow]) -> Tensor:
     return pick(logits, column([row.uniform for row in rows]))
 
 
-def top_logprobs(logits: Tensor, token_ids: list[int], rows: list[SampleRow],
-                 decode: Any) -> list[dict[int, Logprob]]:
+def top_logprobs(logits: Tensor, token_ids: list[int],
+                 rows: list[SampleRow]) -> list[dict[int, Logprob]]:
     """For each row the raw log-softmax of the sampled token and of the most likely ones."""
     logprobs = logits.float().log_softmax(-1)  # [rows, vocab]
     vocab_size = logprobs.shape[-1]
@@ -131,11 +131,15 @@ def top_logprobs(logits: Tensor, token_ids: list[int], rows: list[SampleRow],
     values, indices = top.values.tolist(), top.indices.tolist()
     result = []
     for i, token_id in enumerate(token_ids):
-        entry = {token_id: Logprob(sampled[i].item(), ranks[i], decode(token_id))}
+        entry = {token_id: Logprob(sampled[i].item(), ranks[i])}
         for rank in range(wanted[i]):
             other = indices[i][rank]
             if other != token_id:
-                entry[other] = Logprob(values[i][rank], rank + 1, decode(other))
+                entry[other] = Logprob(values[i][rank], rank + 1)
+        request = rows[i].seq.request
+        if request.tokenizer is not None and request.beam_search is None:
+            for other, logprob in entry.items():
+                logprob.decoded_token = request.tokenizer.decode([other])
         result.append(entry)
     return result
 
@@ -289,10 +293,8 @@ class ModelRunner:
         asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         if not asked:
             return None
-        tokenizer = rows[0].seq.request.tokenizer
         entries = top_logprobs(
-            logits[asked], [token_ids[i] for i in asked], [rows[i] for i in asked],
-            lambda token_id: None if tokenizer is None else tokenizer.decode([token_id]))
+            logits[asked], [token_ids[i] for i in asked], [rows[i] for i in asked])
         result: list[dict[int, Logprob]] = [{} for _ in rows]
         for i, entry in zip(asked, entries):
             result[i] = entry

@@ -102,11 +102,16 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """Choose the tokens of the next step and take the blocks that they will be written to."""
-        batch = Batch()
-        num_preempted = self._schedule_running(batch)
-        # The blocks of the preempted are for those who lacked them, not for newcomers.
-        if not num_preempted:
-            self._admit_waiting(batch)
+        while True:
+            batch = Batch()
+            num_preempted = self._schedule_running(batch)
+            # The blocks of the preempted are for those who lacked them, not for newcomers.
+            if not num_preempted:
+                self._admit_waiting(batch)
+            if batch.sequences or not self.running:
+                break
+            # Only beams are left that wait for their siblings, and these find no room.
+            self._preempt(self.running.pop())
         self._count_blocks(batch)
         return batch
 
@@ -119,6 +124,8 @@ class Scheduler:
             seq = running[i]
             i += 1
             num_new = len(seq.token_ids) - seq.num_computed_tokens
+            if num_new == 0:  # a beam that waits for its siblings
+                continue
             if num_new > 1:  # leave one token for each of those behind: decodes never starve
                 num_new = min(num_new, budget - batch.num_tokens - (len(running) - i))
             end = seq.num_computed_tokens + num_new
@@ -165,6 +172,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         """Recompute later: nothing is swapped out, and often the prefix cache still has it."""
         self.block_manager.free(seq)
+        seq.candidates = None
         insort(self.waiting, seq, key=Sequence.get_order)
         self.metrics.num_preemptions += 1
 
@@ -200,13 +208,20 @@ class Scheduler:
                 continue
             touched[seq.request] = None
             logprobs = None if samples.logprobs is None else samples.logprobs[i]
-            if len(token_ids) == 1 or seq.num_generated_tokens:
+            if seq.request.beam_search is not None:
+                seq.candidates = logprobs[0]
+                if all(beam.candidates is not None for beam in seq.request.sequences):
+                    self._advance_beams(seq.request)
+            elif len(token_ids) == 1 or seq.num_generated_tokens:
                 self._append(seq, token_ids, logprobs)
             else:
                 self._fork(seq, token_ids, logprobs)
         if self.num_finished:
             self.running = [seq for seq in self.running if seq.finish_reason is None]
             self.num_finished = 0
+        # Forks may be more than can run at once: the last in order come later, as if preempted.
+        while len(self.running) > self.max_num_seqs:
+            self._preempt(self.running.pop())
         return list(touched)
 
     def _append(self, seq: Sequence, token_ids: list[int],
@@ -230,6 +245,21 @@ class Scheduler:
             insort(self.running, child, key=Sequence.get_order)
         for j, child in enumerate(branches):
             self._append(child, token_ids[j:j + 1], logprobs and logprobs[j:j + 1])
-        self.running = [seq for seq in self.running if seq.finish_reason is None]
-        while len(self.running) > self.max_num_seqs:  # the rest come later, as if preempted
-            self._preempt(self.running.pop())
+
+    def _advance_beams(self, request: Request) -> None:
+        """Every live beam has made its offers: the best continue, the blocks of the rest are freed.
+
+        A beam continues by being forked, once or several times, and dropped.
+        """
+        beams = request.sequences
+        candidates = request.beam_search.rank(beams)
+        children = [candidate.grow(index) for index, candidate in enumerate(candidates)]
+        for candidate, child in zip(candidates, children):
+            self.block_manager.fork(candidate.beam, child)
+        for beam in beams:
+            self.block_manager.free(beam)
+        self.running = [seq for seq in self.running if seq.request is not request]
+        for child in children:
+            insort(self.running, child, key=Sequence.get_order)
+        self.metrics.num_generated_tokens += len(children)
+        request.sequences = children or request.beam_search.results()

@@ -20,13 +20,18 @@ computed token; nothing in here knows of a device.
 Next: block_manager.py, where the keys and values of a sequence live.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, field
 from numbers import Integral, Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 from tokenizers.decoders import DecodeStream
+
+if TYPE_CHECKING:
+    from nanopage.beam_search import BeamSearch
 
 
 def check_number(name: str, value: Any, low: float, high: float = math.inf, *,
@@ -200,9 +205,9 @@ class Sequence:
     __slots__ = ("request", "index", "order", "seed", "token_ids", "num_prompt_tokens",
                  "num_computed_tokens", "num_scheduled_tokens", "draft_token_ids", "block_table",
                  "block_keys", "num_registered_blocks", "prefix_id", "detokenizer", "logprobs",
-                 "cumulative_logprob", "finish_reason", "stop_reason")
+                 "cumulative_logprob", "candidates", "finish_reason", "stop_reason")
 
-    def __init__(self, request: "Request", index: int, seed: int) -> None:
+    def __init__(self, request: Request, index: int, seed: int) -> None:
         self.request = request
         self.index = index
         self.order = (request.priority, request.arrival, index)
@@ -223,6 +228,7 @@ class Sequence:
         self.logprobs: list[dict[int, Logprob]] | None = (
             None if request.params.logprobs is None else [])
         self.cumulative_logprob = 0.0
+        self.candidates: dict[int, Logprob] | None = None  # a beam's offers, until all have some
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
 
@@ -275,13 +281,28 @@ class Sequence:
             if stop is not None:
                 self.finish_reason, self.stop_reason = "stop", stop
 
-    def output(self) -> CompletionOutput:
+    @property
+    def reports_logprob(self) -> bool:
+        return self.logprobs is not None or self.request.beam_search is not None
+
+    @property
+    def progress(self) -> tuple[int, int, str | None]:
+        """Tokens and characters that may be shown by now, and the reason if it is over."""
+        num_chars = 0
+        if self.detokenizer is not None:
+            finished = self.finish_reason is not None
+            num_chars = len(self.text) if finished else self.detokenizer.num_ready
+        return self.num_generated_tokens, num_chars, self.finish_reason
+
+    def output(self, num_tokens_before: int = 0, num_chars_before: int = 0) -> CompletionOutput:
+        """What is there, or only what is new since so many tokens and characters."""
+        num_tokens, num_chars, _ = self.progress
         return CompletionOutput(
             index=self.index,
-            text=self.text,
-            token_ids=self.output_token_ids,
-            cumulative_logprob=None if self.logprobs is None else self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else list(self.logprobs),
+            text=self.text[num_chars_before:num_chars],
+            token_ids=self.token_ids[self.num_prompt_tokens + num_tokens_before:],
+            cumulative_logprob=self.cumulative_logprob if self.reports_logprob else None,
+            logprobs=None if self.logprobs is None else self.logprobs[num_tokens_before:],
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
         )
@@ -306,6 +327,8 @@ class Request:
     end_token_ids: frozenset[int]
     tokenizer: Any = None
     cache_salt: bytes = b""
+    beam_search: BeamSearch | None = None  # then `sequences` are the live beams
+    is_stepwise: bool = False  # came by add_request, so its output belongs to `step`
     num_cached_tokens: int | None = None
     sequences: list[Sequence] = field(init=False)
 
