@@ -107,9 +107,13 @@ class BlockManager:
                 table[first_written] = own.block_id
                 self._release(shared)
                 copies.append((shared.block_id, own.block_id))
-        while len(table) * self.block_size < end:
-            table.append(self._take().block_id)
+        self.extend(seq, end)
         return copies
+
+    def extend(self, seq: Sequence, end: int) -> None:
+        """Append free blocks until the table covers the tokens [0, end)."""
+        while len(seq.block_table) * self.block_size < end:
+            seq.block_table.append(self._take().block_id)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Let `child` share every block of `parent`; whoever writes first will copy."""
@@ -123,7 +127,7 @@ class BlockManager:
 
     def trim(self, seq: Sequence) -> None:
         """Give back the blocks behind the last computed token (they held rejected drafts)."""
-        while (len(seq.block_table) - 1) * self.block_size >= seq.num_computed_tokens:
+        while len(seq.block_table) > -(-seq.num_computed_tokens // self.block_size):
             self._release(self.blocks[seq.block_table.pop()])
 
     def free(self, seq: Sequence) -> None:

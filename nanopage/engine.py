@@ -28,7 +28,7 @@ from nanopage.beam_search import BeamSearch, BeamSearchParams
 from nanopage.block_manager import BlockManager
 from nanopage.layers import check_supported
 from nanopage.model_runner import EngineConfig, ModelRunner
-from nanopage.scheduler import Metrics, Scheduler
+from nanopage.scheduler import Metrics, PromptLookup, Scheduler
 from nanopage.sequence import (CompletionOutput, Request, RequestOutput, SamplingParams,
                                check_bool, check_number)
 
@@ -45,7 +45,8 @@ class LLM:
     scratch block is not counted); else kv_cache_memory_bytes does, or what memory allows.
     max_model_len: longest prompt + completion, in tokens; by default what the model and the pool
     allow. max_num_seqs: how many sequences may run at once. max_num_batched_tokens: the token
-    budget of a step.
+    budget of a step. speculative_config: {"method": "ngram", "num_speculative_tokens": 4,
+    "prompt_lookup_min": 2, "prompt_lookup_max": 4} drafts by prompt lookup.
 
     Raises ValueError naming the argument, its value and what is allowed; TypeError for an unknown
     argument.
@@ -68,8 +69,10 @@ class LLM:
         enable_prefix_caching: bool = True,
         enforce_eager: bool = False,
         seed: int = 0,
+        speculative_config: dict[str, Any] | None = None,
     ) -> None:
         check_number("seed", seed, -2**63, 2**63 - 1)
+        self.drafter = make_drafter(speculative_config)
         path = resolve_model(model)
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         check_supported(hf_config)
@@ -131,7 +134,7 @@ class LLM:
         manager = BlockManager(self.model_runner.num_blocks, self.config.block_size,
                                self.config.enable_prefix_caching)
         self.scheduler = Scheduler(manager, self.config.max_num_seqs,
-                                   self.config.max_num_batched_tokens)
+                                   self.config.max_num_batched_tokens, self.drafter)
         if metrics is not None:
             self.scheduler.metrics = metrics
         self.requests: dict[str, Request] = {}
@@ -452,6 +455,23 @@ def check_config(config: EngineConfig, hf_config: Any) -> None:
     check_number("gpu_memory_utilization", config.gpu_memory_utilization, 0.01, 1, integer=False)
     check_bool("enable_prefix_caching", config.enable_prefix_caching)
     check_bool("enforce_eager", config.enforce_eager)
+
+
+def make_drafter(settings: dict[str, Any] | None) -> PromptLookup | None:
+    """vLLM's speculative_config; of its methods only "ngram"."""
+    if settings is None:
+        return None
+    known = {"method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"}
+    if not isinstance(settings, dict) or set(settings) - known or settings.get("method") != "ngram":
+        raise ValueError(f"speculative_config={settings!r}: must be a dict with method='ngram' and "
+                         "num_speculative_tokens, prompt_lookup_min, prompt_lookup_max")
+    longest = settings.get("prompt_lookup_max", settings.get("prompt_lookup_min", 5))
+    drafter = PromptLookup(settings.get("num_speculative_tokens", 0),
+                           settings.get("prompt_lookup_min", longest), longest)
+    check_number("num_speculative_tokens", drafter.num_speculative_tokens, 1)
+    check_number("prompt_lookup_min", drafter.prompt_lookup_min, 1)
+    check_number("prompt_lookup_max", drafter.prompt_lookup_max, drafter.prompt_lookup_min)
+    return drafter
 
 
 def as_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:

@@ -68,13 +68,48 @@ class Metrics:
     num_accepted_tokens: int = 0
     num_saved_blocks: int = 0  # sum of references - blocks in use, at the peak
 
+    @property
+    def tokens_per_sequence_and_step(self) -> float:
+        """1 without speculation; each accepted draft saves a sequence a step."""
+        num_sampled = self.num_generated_tokens - self.num_accepted_tokens
+        return self.num_generated_tokens / max(1, num_sampled)
+
+
+@dataclass(frozen=True)
+class PromptLookup:
+    """Drafts without a draft model: what followed the last tokens when they came up before.
+
+    Names as in vLLM's speculative_config, method "ngram" (v1/spec_decode/ngram_proposer.py). Each
+    sequence keeps an index from n-gram to the position behind its latest occurrence: a step adds
+    one entry for each n and looks up at most as many, however long the text.
+    """
+
+    num_speculative_tokens: int
+    prompt_lookup_min: int
+    prompt_lookup_max: int
+
+    def propose(self, seq: Sequence, most: int) -> list[int]:
+        """At most `most` tokens; none if the last n-gram is new, the longest n first."""
+        token_ids, index = seq.token_ids, seq.ngrams
+        sizes = range(self.prompt_lookup_max, self.prompt_lookup_min - 1, -1)
+        for end in range(seq.num_indexed_tokens, len(token_ids)):
+            for n in sizes:
+                index[tuple(token_ids[max(0, end - n):end])] = end
+        seq.num_indexed_tokens = len(token_ids)
+        for n in sizes:
+            end = index.get(tuple(token_ids[-n:]))
+            if end is not None:
+                return token_ids[end:end + min(most, self.num_speculative_tokens)]
+        return []
+
 
 class Scheduler:
     """The waiting and the running, and the loop that moves them."""
 
     def __init__(self, block_manager: BlockManager, max_num_seqs: int,
-                 max_num_batched_tokens: int) -> None:
+                 max_num_batched_tokens: int, drafter: PromptLookup | None = None) -> None:
         self.block_manager = block_manager
+        self.drafter = drafter
         self.max_num_batched_tokens = max_num_batched_tokens
         # Every running sequence gets a token in each step, so no more can run than the budget has.
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
@@ -112,6 +147,8 @@ class Scheduler:
                 break
             # Only beams are left that wait for their siblings, and these find no room.
             self._preempt(self.running.pop())
+        if self.drafter is not None:
+            self._add_drafts(batch)
         self._count_blocks(batch)
         return batch
 
@@ -169,6 +206,25 @@ class Scheduler:
         batch.num_tokens += num_new
         self.num_empty_slots += len(seq.block_table) * manager.block_size - end
 
+    def _add_drafts(self, batch: Batch) -> None:
+        """Speculate with what is left of budget and blocks: a draft displaces nobody."""
+        manager = self.block_manager
+        for seq in batch.sequences:
+            request, num_generated = seq.request, seq.num_generated_tokens
+            if (num_generated == 0 or request.beam_search is not None
+                    or seq.num_computed_tokens + seq.num_scheduled_tokens < seq.num_tokens):
+                continue
+            num_slots = manager.block_size * (len(seq.block_table) + manager.num_free_blocks)
+            draft = self.drafter.propose(seq, min(
+                self.max_num_batched_tokens - batch.num_tokens,
+                request.max_tokens - num_generated - 1,
+                num_slots - seq.num_tokens))
+            manager.extend(seq, seq.num_tokens + len(draft))
+            seq.draft_token_ids = draft
+            seq.num_scheduled_tokens += len(draft)
+            batch.num_tokens += len(draft)
+            self.metrics.num_draft_tokens += len(draft)
+
     def _preempt(self, seq: Sequence) -> None:
         """Recompute later: nothing is swapped out, and often the prefix cache still has it."""
         self.block_manager.free(seq)
@@ -212,7 +268,9 @@ class Scheduler:
                 seq.candidates = logprobs[0]
                 if all(beam.candidates is not None for beam in seq.request.sequences):
                     self._advance_beams(seq.request)
-            elif len(token_ids) == 1 or seq.num_generated_tokens:
+            elif seq.draft_token_ids:
+                self._verify(seq, token_ids, logprobs)
+            elif len(token_ids) == 1:
                 self._append(seq, token_ids, logprobs)
             else:
                 self._fork(seq, token_ids, logprobs)
@@ -235,6 +293,24 @@ class Scheduler:
                 self.block_manager.free(seq)
                 self.num_finished += 1
                 return
+
+    def _verify(self, seq: Sequence, token_ids: list[int],
+                logprobs: list[dict[int, Logprob]] | None) -> None:
+        """Keep drafts while they are what was sampled, and the first sample that differs.
+
+        With a deterministic draft this leaves the distribution as it is: a draft is accepted with
+        its own probability, and a differing sample is distributed as if there had been no draft.
+        What a rejected draft wrote is overwritten: num_computed_tokens does not advance over it.
+        """
+        draft, seq.draft_token_ids = seq.draft_token_ids, []
+        num_accepted = 0
+        while num_accepted < len(draft) and draft[num_accepted] == token_ids[num_accepted]:
+            num_accepted += 1
+        seq.num_computed_tokens -= len(draft) - num_accepted
+        num_before = seq.num_tokens
+        self._append(seq, token_ids[:num_accepted + 1], logprobs)
+        self.block_manager.trim(seq)
+        self.metrics.num_accepted_tokens += seq.num_tokens - num_before - 1
 
     def _fork(self, seq: Sequence, token_ids: list[int],
               logprobs: list[dict[int, Logprob]] | None) -> None:

@@ -203,8 +203,8 @@ class Sequence:
     """
 
     __slots__ = ("request", "index", "order", "seed", "token_ids", "num_prompt_tokens",
-                 "num_computed_tokens", "num_scheduled_tokens", "draft_token_ids", "block_table",
-                 "block_keys", "num_registered_blocks", "prefix_id", "detokenizer", "logprobs",
+                 "num_computed_tokens", "num_scheduled_tokens", "draft_token_ids", "ngrams",
+                 "num_indexed_tokens", "block_table", "block_keys", "num_registered_blocks", "prefix_id", "detokenizer", "logprobs",
                  "cumulative_logprob", "candidates", "finish_reason", "stop_reason")
 
     def __init__(self, request: Request, index: int, seed: int) -> None:
@@ -217,6 +217,8 @@ class Sequence:
         self.num_computed_tokens = 0
         self.num_scheduled_tokens = 0
         self.draft_token_ids: list[int] = []
+        self.ngrams: dict[tuple[int, ...], int] = {}  # see PromptLookup in scheduler.py
+        self.num_indexed_tokens = 1
         self.block_table: list[int] = []
         # The prefix cache's notes: (hash, token bytes) of each full block, how many of them are
         # registered, and under which id the last of these is (see block_manager.py).
