@@ -6,7 +6,8 @@ block table, to the keys of its own sequence up to its own position.
 
 A backend is one implementation of the two. It owns the layout inside a block and nothing else.
 `ReferenceAttention` is the definition in plain torch, and also what runs on a CPU; it checks what
-flash-attn checks, so that a call that works here works there.
+flash-attn checks, so that a call that works here works there. On a GPU `FlashAttention` calls
+flash-attn, and `VarlenAttention` the kernel that torch itself brings.
 
 Invariants: what a sequence has not written is never read into a result, be it NaN; a row without
 keys (padding) gives exactly 0.
@@ -14,11 +15,17 @@ keys (padding) gives exactly 0.
 Next: layers.py, the decoder around it.
 """
 
+from __future__ import annotations
+
+import inspect
+import logging
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+logger = logging.getLogger("nanopage")
 
 
 @dataclass
@@ -36,8 +43,85 @@ class AttentionMetadata:
     block_tables: Tensor  # [num_seqs, width] int32, padded with the scratch block
     max_query_len: int
     max_context_len: int
-    query_len: int | None  # queries per sequence where all have equally many (decode), else None
-    plan: "ReferencePlan | None" = None  # made once a step by the reference, used by its layers
+    query_len: int | None  # queries of each sequence in a decode step (1 + drafts), else None
+    plan: ReferencePlan | None = None  # made once a step by the reference, used by its layers
+
+
+class Backend:
+    """One implementation of store and attend; blocks are (block_size, kv_heads, head_dim)."""
+
+    name: str
+    pads_drafts = False  # wants the same number of queries of each sequence in a decode step
+
+    def block_shape(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        return block_size, num_kv_heads, head_dim
+
+    def store(self, k: Tensor, v: Tensor, cache: Tensor, metadata: AttentionMetadata) -> None:
+        """Write k and v, [num_tokens, kv_heads, head_dim], to their slots in one layer's cache."""
+        for pool, new in ((cache[0], k), (cache[1], v)):
+            # index_copy_ has a fixed shape and does not synchronise, so a graph may contain it.
+            pool.view(-1, *new.shape[1:]).index_copy_(0, metadata.slot_mapping, new)
+
+    def attend(self, q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float,
+               window: int | None) -> Tensor:
+        """q: [num_tokens, heads, head_dim]; cache: [2, num_blocks + 1, *block_shape].
+
+        Each query sees the keys up to its own position, the last `window` of them if that is
+        given. Returns [num_tokens, heads, head_dim].
+        """
+        raise NotImplementedError
+
+
+class FlashAttention(Backend):
+    """flash-attn 2.8.3: with_kvcache splits long keys among processors, varlen takes any mixture."""
+
+    name = "flash"
+    pads_drafts = True
+
+    def __init__(self) -> None:
+        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+        self.varlen, self.with_kvcache = flash_attn_varlen_func, flash_attn_with_kvcache
+
+    def attend(self, q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float,
+               window: int | None) -> Tensor:
+        common = dict(softmax_scale=scale, causal=True, block_table=metadata.block_tables,
+                      window_size=(-1 if window is None else window - 1, 0))
+        if metadata.query_len is None:
+            return self.varlen(
+                q, cache[0], cache[1], metadata.cu_seqlens_q, metadata.cu_seqlens_k,
+                metadata.max_query_len, metadata.max_context_len, **common)
+        q = q.unflatten(0, (-1, metadata.query_len))  # [num_seqs, query_len, heads, head_dim]
+        out = self.with_kvcache(q, cache[0], cache[1], cache_seqlens=metadata.context_lens, **common)
+        return out.flatten(0, 1)
+
+
+class VarlenAttention(Backend):
+    """torch.nn.attention.varlen with a block table: for a GPU without the flash-attn wheel."""
+
+    name = "varlen"
+
+    def __init__(self) -> None:
+        from torch.nn.attention.varlen import varlen_attn
+        if "block_table" not in inspect.signature(varlen_attn).parameters:
+            raise ImportError("torch.nn.attention.varlen takes no block table before torch 2.12")
+        self.varlen = varlen_attn
+        # torch 2.12 takes no other value; from 2.13 on the key splits of a batch go wrong unless
+        # there is one (pytorch issue 194167).
+        self.num_splits = None if torch.__version__.startswith("2.12") else 1
+
+    def attend(self, q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float,
+               window: int | None) -> Tensor:
+        is_gqa = q.shape[1] != cache.shape[3]
+        window_size = (-1 if window is None else window - 1, 0)
+        num_splits = self.num_splits
+        if metadata.query_len == 1 and window is None:
+            window_size = (-1, -1)  # one query sees all keys anyway, and this is the fast path
+            num_splits = None if is_gqa else num_splits
+        return self.varlen(
+            q, cache[0], cache[1], metadata.cu_seqlens_q, metadata.cu_seqlens_k,
+            metadata.max_query_len, metadata.max_context_len, scale=scale,
+            window_size=window_size, enable_gqa=is_gqa, seqused_k=metadata.context_lens,
+            block_table=metadata.block_tables, num_splits=num_splits)
 
 
 @dataclass
@@ -72,7 +156,7 @@ class ReferencePlan:
     groups: list[Group]
 
 
-class ReferenceAttention:
+class ReferenceAttention(Backend):
     """Paged attention as its definition reads: gather the blocks of the table, mask, softmax, sum.
 
     A block is (kv_heads, block_size, head_dim): the gathered keys of one head are then one plain
@@ -88,12 +172,10 @@ class ReferenceAttention:
     def __init__(self) -> None:
         self.buffers: dict[str, Tensor] = {}
 
-    @staticmethod
-    def block_shape(block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, int, int]:
+    def block_shape(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return num_kv_heads, block_size, head_dim
 
     def store(self, k: Tensor, v: Tensor, cache: Tensor, metadata: AttentionMetadata) -> None:
-        """Write k and v, [num_tokens, kv_heads, head_dim], to their slots in one layer's cache."""
         plan = self._plan(metadata, cache)
         head_dim = k.shape[-1]
         cache[0].view(-1, head_dim).index_copy_(0, plan.slots, k.reshape(-1, head_dim))
@@ -101,11 +183,6 @@ class ReferenceAttention:
 
     def attend(self, q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float,
                window: int | None) -> Tensor:
-        """q: [num_tokens, heads, head_dim]; cache: [2, blocks, kv_heads, block_size, head_dim].
-
-        Each query sees the keys up to its own position, the last `window` of them if that is
-        given. Returns [num_tokens, heads, head_dim].
-        """
         assert q.dtype == cache.dtype and q.stride(-1) == 1 and q.shape[1] % cache.shape[2] == 0
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in self._plan(metadata, cache).groups:
@@ -202,3 +279,52 @@ class ReferenceAttention:
         query_positions = context_lens - query_len + offset.new_tensor(range(query_len))
         return Group(queries, num_seqs, query_len, num_keys, gather.flatten(), unwritten.flatten(),
                      query_positions[:, :, None], context_lens[:, :, None])
+
+
+# ---- the choice, once at start-up ------------------------------------------------------------
+
+BACKENDS: dict[str, type[Backend]] = {
+    "flash": FlashAttention, "varlen": VarlenAttention, "reference": ReferenceAttention}
+
+
+def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int,
+                   block_size: int) -> Backend:
+    """The first of `BACKENDS` that can work here, or the one that is wanted.
+
+    Raises ValueError that says why, if that one cannot.
+    """
+    if wanted != "auto" and wanted not in BACKENDS:
+        raise ValueError(f"attention_backend={wanted!r}: must be 'auto', {', '.join(BACKENDS)}")
+    reasons = []
+    for name in BACKENDS if wanted == "auto" else (wanted,):
+        reason = None
+        if name != "reference":
+            reason = kernel_problem(device, dtype, head_dim, block_size)
+        if reason is None:
+            try:
+                backend = BACKENDS[name]()
+            except ImportError as error:  # a broken installation imports badly, so try it
+                reason = f"it does not import ({error})"
+            else:
+                logger.info("attention: %s%s", name, "".join(f"; {text}" for text in reasons))
+                return backend
+        reasons.append(f"not {name}: {reason}")
+    raise ValueError(f"attention_backend={wanted!r}: {reasons[0]}")
+
+
+def kernel_problem(device: torch.device, dtype: torch.dtype, head_dim: int,
+                   block_size: int) -> str | None:
+    """Why the CUDA kernels cannot work here; they all demand the same."""
+    if not has_kernels(device):
+        return f"it needs a CUDA device of compute capability 8.0 or later, this is {device}"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"it needs float16 or bfloat16, dtype is {dtype}"
+    if head_dim > 256 or head_dim % 8:
+        return f"it needs a head_dim up to 256 and a multiple of 8, this is {head_dim}"
+    if block_size % 256:
+        return f"it needs a block_size that is a multiple of 256, this is {block_size}"
+    return None
+
+
+def has_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)

@@ -70,6 +70,7 @@ class LLM:
         enforce_eager: bool = False,
         seed: int = 0,
         speculative_config: dict[str, Any] | None = None,
+        attention_backend: str = "auto",
     ) -> None:
         check_number("seed", seed, -2**63, 2**63 - 1)
         self.drafter = make_drafter(speculative_config)
@@ -90,6 +91,8 @@ class LLM:
             gpu_memory_utilization=gpu_memory_utilization,
             enable_prefix_caching=enable_prefix_caching,
             enforce_eager=enforce_eager,
+            attention_backend=attention_backend,
+            num_drafts=self.drafter.num_speculative_tokens if self.drafter else 0,
         )
         check_config(config, hf_config)
         self.vocab_size = hf_config.vocab_size

@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from nanopage.attention import AttentionMetadata, ReferenceAttention
+from nanopage.attention import AttentionMetadata, Backend
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM",
                            "Qwen3ForCausalLM")
@@ -95,7 +95,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, config: Any, layer: int, backend: ReferenceAttention) -> None:
+    def __init__(self, config: Any, layer: int, backend: Backend) -> None:
         super().__init__()
         self.layer, self.backend = layer, backend
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -142,7 +142,7 @@ class MLP(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    def __init__(self, config: Any, layer: int, backend: ReferenceAttention) -> None:
+    def __init__(self, config: Any, layer: int, backend: Backend) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = Attention(config, layer, backend)
@@ -158,7 +158,7 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """The part that transformers calls `model`: from token ids to hidden states."""
 
-    def __init__(self, config: Any, backend: ReferenceAttention) -> None:
+    def __init__(self, config: Any, backend: Backend) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(
@@ -169,7 +169,7 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """Parameter names are those of the checkpoint, with q, k, v and gate, up fused."""
 
-    def __init__(self, config: Any, backend: ReferenceAttention, max_position: int,
+    def __init__(self, config: Any, backend: Backend, max_position: int,
                  device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         check_supported(config)

@@ -8,7 +8,7 @@ from transformers import (LogitsProcessorList, MinPLogitsWarper, TemperatureLogi
                           TopKLogitsWarper, TopPLogitsWarper)
 
 from nanopage import SamplingParams
-from nanopage.model_runner import filter_logits, pick
+from nanopage.sampler import filter_logits, pick
 
 PROMPT = prompts_of([9])[0]
 

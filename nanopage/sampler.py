@@ -1,0 +1,144 @@
+"""Which token comes next?
+
+Sampling is a pure function: the token at position i of a sequence depends on its logits, its
+parameters, its seed and i, and on nothing that runs beside it. The random number of a position
+comes from hashing (seed, i), so no generator state is kept, and batching, chunking, preemption and
+speculation leave a seeded text as it is.
+
+Invariants: each row is treated by its own parameters; logprobs are the raw log-softmax of the
+logits, whatever the filters did.
+
+Next: model_runner.py, which makes the logits.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import xxhash
+from torch import Tensor
+
+from nanopage.sequence import Logprob, SamplingParams, Sequence
+
+
+def to_device(values: list, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Host to device through pinned memory, so that the host does not wait for the device."""
+    host = torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda")
+    return host.to(device, non_blocking=True)
+
+
+@dataclass(frozen=True)
+class SampleRow:
+    """One token to be sampled: for `seq`, from row `logits_row`, as its token at `position`."""
+
+    seq: Sequence
+    logits_row: int
+    position: int
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.seq.request.params
+
+    @property
+    def uniform(self) -> float:
+        """The random number in [0, 1) that belongs to this position, whatever runs beside it."""
+        digest = xxhash.xxh3_64_intdigest(
+            self.position.to_bytes(8, "little"), seed=self.seq.seed % 2**64)
+        return (digest >> 40) * 2.0**-24
+
+    @property
+    def barred_token_ids(self) -> list[int]:
+        """End tokens, as long as min_tokens is not reached."""
+        num_generated = self.position - self.seq.num_prompt_tokens
+        if num_generated >= self.params.min_tokens:
+            return []
+        return list(self.seq.request.stop_token_ids)
+
+
+def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+    """Set to -inf what the filters exclude, in transformers' order: top-k, top-p, min-p.
+
+    logits: [rows, vocab], already divided by the temperature; the others: [rows, 1].
+    Each filter keeps the tokens above a threshold, so one sorted copy serves them all.
+    """
+    ranked = logits.sort(dim=-1, descending=True).values
+    smallest = ranked.gather(1, top_k - 1)
+    ranked = ranked.masked_fill(ranked < smallest, -math.inf)
+    probs = ranked.softmax(-1)
+    # A token stays while those before it have not reached top_p; at least one always does.
+    num_kept = (probs.cumsum(-1) - probs < top_p).sum(-1, keepdim=True)
+    smallest = torch.maximum(smallest, ranked.gather(1, num_kept - 1))
+    smallest = torch.maximum(smallest, ranked[:, :1] + min_p.log())
+    return logits.masked_fill(logits < smallest, -math.inf)
+
+
+def pick(logits: Tensor, uniform: Tensor) -> Tensor:
+    """Inverse transform sampling. logits: [rows, vocab], uniform: [rows, 1] in [0, 1)."""
+    cdf = logits.softmax(-1).cumsum(-1)
+    total = cdf[:, -1:].contiguous()
+    # Strictly below the total: rounding must never pick a token of probability 0.
+    target = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cdf, target, right=True)[:, 0]
+
+
+def sample(logits: Tensor, rows: list[SampleRow]) -> Tensor:
+    """One token id for each row: [rows]. logits: [rows, vocab], of which only a copy changes."""
+    barred = [(i, token_id) for i, row in enumerate(rows) if row.params.min_tokens
+              for token_id in row.barred_token_ids]
+    if barred:
+        where = to_device(barred, torch.int64, logits.device).T
+        logits = logits.index_put(tuple(where), logits.new_full((), -math.inf))
+    token_ids = logits.max(dim=-1).indices  # on a CPU much faster than argmax in bfloat16
+    random = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+    if random:
+        chosen = to_device(random, torch.int64, logits.device)
+        picked = sample_random(logits[chosen].float(), [rows[i] for i in random])
+        token_ids = token_ids.index_copy(0, chosen, picked)
+    return token_ids
+
+
+def sample_random(logits: Tensor, rows: list[SampleRow]) -> Tensor:
+    def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
+        return to_device(values, dtype, logits.device)[:, None]
+
+    params = [row.params for row in rows]
+    # The largest becomes 0, so that a tiny temperature gives -inf for the rest, and never NaN.
+    logits = logits - logits.max(dim=-1, keepdim=True).values
+    logits = logits / column([p.temperature for p in params])
+    vocab_size = logits.shape[-1]
+    filtered = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]
+    if filtered:
+        chosen = to_device(filtered, torch.int64, logits.device)
+        params = [params[i] for i in filtered]
+        top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
+        top_p = [p.top_p if p.top_p < 1 else math.inf for p in params]
+        logits = logits.index_copy(0, chosen, filter_logits(
+            logits[chosen], column(top_k, torch.int64), column(top_p),
+            column([p.min_p for p in params])))
+    return pick(logits, column([row.uniform for row in rows]))
+
+
+def top_logprobs(logits: Tensor, token_ids: list[int],
+                 rows: list[SampleRow]) -> list[dict[int, Logprob]]:
+    """For each row the raw log-softmax of the sampled token and of the most likely ones."""
+    logprobs = logits.float().log_softmax(-1)  # [rows, vocab]
+    vocab_size = logprobs.shape[-1]
+    wanted = [row.params.logprobs for row in rows]
+    wanted = [vocab_size if k == -1 else min(k, vocab_size) for k in wanted]
+    top = logprobs.topk(max(wanted), dim=-1)
+    sampled = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])
+    ranks = ((logprobs > sampled).sum(-1) + 1).tolist()
+    values, indices = top.values.tolist(), top.indices.tolist()
+    result = []
+    for i, token_id in enumerate(token_ids):
+        entry = {token_id: Logprob(sampled[i].item(), ranks[i])}
+        for rank in range(wanted[i]):
+            other = indices[i][rank]
+            if other != token_id:
+                entry[other] = Logprob(values[i][rank], rank + 1)
+        request = rows[i].seq.request
+        if request.tokenizer is not None and request.beam_search is None:
+            for other, logprob in entry.items():
+                logprob.decoded_token = request.tokenizer.decode([other])
+        result.append(entry)
+    return result
