@@ -58,7 +58,7 @@ class Backend:
 
     def store(self, k: Tensor, v: Tensor, cache: Tensor, metadata: AttentionMetadata) -> None:
         """Write k and v, [num_tokens, kv_heads, head_dim], to their slots in one layer's cache."""
-        for pool, new in ((cache[0], k), (cache[1], v)):
+        for pool, new in zip(cache.unbind(0), (k, v)):
             # index_copy_ has a fixed shape and does not synchronise, so a graph may contain it.
             pool.view(-1, *new.shape[1:]).index_copy_(0, metadata.slot_mapping, new)
 
@@ -86,12 +86,13 @@ class FlashAttention(Backend):
                window: int | None) -> Tensor:
         common = dict(softmax_scale=scale, causal=True, block_table=metadata.block_tables,
                       window_size=(-1 if window is None else window - 1, 0))
+        k_cache, v_cache = cache.unbind(0)
         if metadata.query_len is None:
             return self.varlen(
-                q, cache[0], cache[1], metadata.cu_seqlens_q, metadata.cu_seqlens_k,
+                q, k_cache, v_cache, metadata.cu_seqlens_q, metadata.cu_seqlens_k,
                 metadata.max_query_len, metadata.max_context_len, **common)
         q = q.unflatten(0, (-1, metadata.query_len))  # [num_seqs, query_len, heads, head_dim]
-        out = self.with_kvcache(q, cache[0], cache[1], cache_seqlens=metadata.context_lens, **common)
+        out = self.with_kvcache(q, k_cache, v_cache, cache_seqlens=metadata.context_lens, **common)
         return out.flatten(0, 1)
 
 
@@ -117,8 +118,9 @@ class VarlenAttention(Backend):
         if metadata.query_len == 1 and window is None:
             window_size = (-1, -1)  # one query sees all keys anyway, and this is the fast path
             num_splits = None if is_gqa else num_splits
+        k_cache, v_cache = cache.unbind(0)
         return self.varlen(
-            q, cache[0], cache[1], metadata.cu_seqlens_q, metadata.cu_seqlens_k,
+            q, k_cache, v_cache, metadata.cu_seqlens_q, metadata.cu_seqlens_k,
             metadata.max_query_len, metadata.max_context_len, scale=scale,
             window_size=window_size, enable_gqa=is_gqa, seqused_k=metadata.context_lens,
             block_table=metadata.block_tables, num_splits=num_splits)

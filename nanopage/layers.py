@@ -86,7 +86,8 @@ class RotaryEmbedding(nn.Module):
         self.sin = torch.cat([-sin, sin], dim=-1).to(device, dtype)
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        return self.cos[positions][:, None], self.sin[positions][:, None]  # [num_tokens, 1, head_dim]
+        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
+        return cos.unsqueeze(1), sin.unsqueeze(1)  # [num_tokens, 1, head_dim]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -97,7 +98,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     def __init__(self, config: Any, layer: int, backend: Backend) -> None:
         super().__init__()
-        self.layer, self.backend = layer, backend
+        self.backend = backend
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = head_dim_of(config)
         self.scale = self.head_dim ** -0.5
@@ -111,7 +112,7 @@ class Attention(nn.Module):
             self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Tensor,
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: Tensor,
                 metadata: AttentionMetadata) -> Tensor:
         heads, kv_heads = self.num_heads, self.num_kv_heads
         qkv = self.qkv_proj(x).view(-1, heads + 2 * kv_heads, self.head_dim)
@@ -123,7 +124,6 @@ class Attention(nn.Module):
         q, k = rotate(qk, *cos_sin).split([heads, kv_heads], dim=1)
         # All K and V of the step are written before anyone attends: a block that this very step
         # fills may therefore be shared within it.
-        cache = kv_cache[self.layer]
         self.backend.store(k, v, cache, metadata)
         out = self.backend.attend(q, cache, metadata, self.scale, self.window)
         return self.o_proj(out.view(-1, heads * self.head_dim))
@@ -149,9 +149,9 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], kv_cache: Tensor,
+    def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: Tensor,
                 metadata: AttentionMetadata) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos_sin, kv_cache, metadata)
+        x = x + self.self_attn(self.input_layernorm(x), cos_sin, cache, metadata)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -188,8 +188,8 @@ class CausalLM(nn.Module):
         """token_ids, positions: [num_tokens]. Returns hidden states [num_tokens, hidden]."""
         x = self.model.embed_tokens(token_ids)
         cos_sin = self.rotary(positions)
-        for layer in self.model.layers:
-            x = layer(x, cos_sin, kv_cache, metadata)
+        for layer, cache in zip(self.model.layers, kv_cache.unbind(0)):
+            x = layer(x, cos_sin, cache, metadata)
         return self.model.norm(x)
 
     def load_weights(self, path: Path) -> None:
