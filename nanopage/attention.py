@@ -134,8 +134,8 @@ class Group:
     num_seqs: int
     query_len: int
     num_keys: int  # padded to whole blocks
-    gather: Tensor  # [num_seqs * kv_heads * width] int64: rows (block, head) of the pool
-    unwritten: Tensor  # rows (sequence, head, position) gathered from slots without a token
+    gather: Tensor  # [2 * num_seqs * kv_heads * width] int64: rows (K or V, block, head) of a cache
+    unwritten: Tensor  # rows (K or V, sequence, head, position) that come from slots without token
     query_positions: Tensor  # [num_seqs, query_len, 1]
     context_lens: Tensor  # [num_seqs, 1, 1]
     hidden: dict[int | None, Tensor] = field(default_factory=dict)  # a mask for each window
@@ -163,7 +163,7 @@ class ReferenceAttention(Backend):
 
     A block is (kv_heads, block_size, head_dim): the gathered keys of one head are then one plain
     matrix. Sequences of like length are computed together, up to `group_size` of them, so that
-    little is padded. The copies go to two buffers that are kept.
+    little is padded. The copies go to one buffer that is kept.
     """
 
     name = "reference"
@@ -172,7 +172,7 @@ class ReferenceAttention(Backend):
     min_fused_queries = 32
 
     def __init__(self) -> None:
-        self.buffers: dict[str, Tensor] = {}
+        self.buffer = torch.empty(0)
 
     def block_shape(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return num_kv_heads, block_size, head_dim
@@ -188,8 +188,7 @@ class ReferenceAttention(Backend):
         assert q.dtype == cache.dtype and q.stride(-1) == 1 and q.shape[1] % cache.shape[2] == 0
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in self._plan(metadata, cache).groups:
-            k = self._gather("k", cache[0], group)  # [num_seqs, kv_heads, num_keys, head_dim]
-            v = self._gather("v", cache[1], group)
+            k, v = self._gather(cache, group)  # [num_seqs, kv_heads, num_keys, head_dim]
             out[group.queries] = self._attend_group(q[group.queries], k, v, group, scale, window)
         return out
 
@@ -215,17 +214,17 @@ class ReferenceAttention(Backend):
             out = out.view(num_seqs, num_heads, group.query_len, head_dim)
         return out.transpose(1, 2).reshape(-1, num_heads, head_dim)
 
-    def _gather(self, name: str, pool: Tensor, group: Group) -> Tensor:
+    def _gather(self, cache: Tensor, group: Group) -> tuple[Tensor, Tensor]:
         """Copy the group's blocks together; slots that were never written become zeros."""
-        _, num_kv_heads, block_size, head_dim = pool.shape
+        _, _, num_kv_heads, block_size, head_dim = cache.shape
         rows, size = group.gather.numel(), block_size * head_dim
-        buffer = self.buffers.get(name)
-        if buffer is None or buffer.numel() < rows * size or buffer.dtype != pool.dtype:
-            buffer = self.buffers[name] = pool.new_empty(rows * size)
-        out = buffer[:rows * size].view(rows, size)
-        torch.index_select(pool.view(-1, size), 0, group.gather, out=out)
+        if self.buffer.numel() < rows * size or self.buffer.dtype != cache.dtype:
+            self.buffer = cache.new_empty(rows * size)
+        out = self.buffer[:rows * size].view(rows, size)
+        torch.index_select(cache.view(-1, size), 0, group.gather, out=out)
         out.view(-1, head_dim).index_fill_(0, group.unwritten, 0)
-        return out.view(group.num_seqs, num_kv_heads, group.num_keys, head_dim)
+        k, v = out.view(2, group.num_seqs, num_kv_heads, group.num_keys, head_dim).unbind(0)
+        return k, v
 
     def _plan(self, metadata: AttentionMetadata, cache: Tensor) -> ReferencePlan:
         if metadata.plan is None:
@@ -259,27 +258,33 @@ class ReferenceAttention(Backend):
             context_lens = metadata.context_lens[first:last, None].long()
             groups.append(self._make_group(
                 slice(starts[first], starts[last]), query_len, context_lens,
-                tables[first:last, :width].long(), heads, block_size))
+                tables[first:last, :width].long(), heads, cache))
             first = last
         return ReferencePlan(slots.flatten(), groups)
 
-    @staticmethod
-    def _make_group(queries: slice, query_len: int, context_lens: Tensor, table: Tensor,
-                    heads: Tensor, block_size: int) -> Group:
+    def _make_group(self, queries: slice, query_len: int, context_lens: Tensor, table: Tensor,
+                    heads: Tensor, cache: Tensor) -> Group:
+        _, pool_size, num_kv_heads, block_size, _ = cache.shape
         num_seqs, width = table.shape
-        num_kv_heads, num_keys = len(heads), width * block_size
+        num_keys = width * block_size
         # What stands in a table behind the sequence's blocks may be anything: read the first
         # block instead, whose keys are masked there.
         num_blocks = -(-context_lens // block_size)
         column = torch.arange(width, device=table.device)
         table = torch.where(column < num_blocks, table, table[:, :1])
-        gather = table[:, None] * num_kv_heads + heads[:, None]  # [num_seqs, kv_heads, width]
+        k_rows = table[:, None] * num_kv_heads + heads[:, None]  # [num_seqs, kv_heads, width]
+        gather = torch.cat([k_rows.flatten(), k_rows.flatten() + pool_size * num_kv_heads])
+        # Masked scores hide such keys, but 0 * NaN is NaN: values must be zeros. The fused kernel
+        # adds its mask, and a row without keys looks at them: there the keys as well.
         offset = torch.arange(num_keys, device=table.device)
         in_block = torch.where(offset < num_blocks * block_size, offset, offset % block_size)
         sequence, position = (in_block >= context_lens).nonzero(as_tuple=True)
-        unwritten = (sequence[:, None] * num_kv_heads + heads) * num_keys + position[:, None]
+        rows = ((sequence[:, None] * num_kv_heads + heads) * num_keys + position[:, None]).flatten()
+        unwritten = rows + num_seqs * num_kv_heads * num_keys
+        if query_len >= self.min_fused_queries or not context_lens.all():
+            unwritten = torch.cat([rows, unwritten])
         query_positions = context_lens - query_len + offset.new_tensor(range(query_len))
-        return Group(queries, num_seqs, query_len, num_keys, gather.flatten(), unwritten.flatten(),
+        return Group(queries, num_seqs, query_len, num_keys, gather, unwritten,
                      query_positions[:, :, None], context_lens[:, :, None])
 
 
