@@ -333,12 +333,11 @@ def bench_compare(args: argparse.Namespace) -> list[dict]:
     pythons = {name: sys.executable for name in engines} | {
         "vllm": args.vllm_python or sys.executable}
     for name in engines[1:]:
-        probe = f"import importlib.util as u, sys; sys.exit(u.find_spec({PACKAGES[name]!r}) is None)"
+        package = PACKAGES[name]
+        probe = f"import sys, importlib.util as u; sys.exit(u.find_spec('{package}') is None)"
         if subprocess.run([pythons[name], "-c", probe]).returncode:
             print(f"{name}: not installed, skipped")
-    engines = [name for name in engines if name == "nanopage" or not subprocess.run(
-        [pythons[name], "-c", f"import importlib.util as u, sys; "
-         f"sys.exit(u.find_spec({PACKAGES[name]!r}) is None)"]).returncode]
+            engines.remove(name)
     runs: dict[str, list[dict]] = {name: [] for name in engines}
     for repeat in range(args.repeat):
         for name in engines:
@@ -375,7 +374,8 @@ def run_worker(name: str, python: str, args: argparse.Namespace) -> dict:
                    "VLLM_LOGGING_LEVEL": "ERROR", "TOKENIZERS_PARALLELISM": "false",
                    "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}"}
     start = time.perf_counter()
-    done = subprocess.run(command, capture_output=True, text=True, env={**environment, **os.environ})
+    done = subprocess.run(command, capture_output=True, text=True,
+                          env={**environment, **os.environ})
     seconds = time.perf_counter() - start
     lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if done.returncode or not lines:
@@ -565,7 +565,7 @@ def bench_host(args: argparse.Namespace) -> list[dict]:
         sequences = scheduler.schedule().sequences
         scheduler.update(Samples(sequences, [
             [7] if seq.num_computed_tokens + seq.num_scheduled_tokens == seq.num_tokens else []
-            for seq in sequences]))
+            for seq in sequences], [[{}]] * len(sequences)))
 
     for num_running, length in ((16, 1000), (256, 1000), (1024, 1000), (256, 4000)):
         best = peer = float("inf")
@@ -579,7 +579,8 @@ def bench_host(args: argparse.Namespace) -> list[dict]:
             start = time.perf_counter()
             for _ in range(num_steps):
                 batch = scheduler.schedule()
-                scheduler.update(Samples(batch.sequences, [[7]] * num_running))
+                scheduler.update(Samples(batch.sequences, [[7]] * num_running,
+                                         [[{}]] * num_running))
             best = min(best, (time.perf_counter() - start) / num_steps / num_running)
             if has_peer:
                 peer = min(peer, nanovllm_host(num_running, length, num_steps))

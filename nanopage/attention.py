@@ -20,6 +20,7 @@ from __future__ import annotations
 import inspect
 import logging
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +74,7 @@ class Backend:
 
 
 class FlashAttention(Backend):
-    """flash-attn 2.8.3: with_kvcache splits long keys among processors, varlen takes any mixture."""
+    """flash-attn 2.8.3: with_kvcache splits long keys among processors, varlen takes a mixture."""
 
     name = "flash"
     pads_drafts = True
@@ -105,7 +106,7 @@ class VarlenAttention(Backend):
         from torch.nn.attention.varlen import varlen_attn
         if "block_table" not in inspect.signature(varlen_attn).parameters:
             raise ImportError("torch.nn.attention.varlen takes no block table before torch 2.12")
-        self.varlen = varlen_attn
+        self.varlen: Any = varlen_attn
         # torch 2.12 takes no other value; from 2.13 on the key splits of a batch go wrong unless
         # there is one (pytorch issue 194167).
         self.num_splits = None if torch.__version__.startswith("2.12") else 1
@@ -302,7 +303,7 @@ def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype, head_d
     """
     if wanted != "auto" and wanted not in BACKENDS:
         raise ValueError(f"attention_backend={wanted!r}: must be 'auto', {', '.join(BACKENDS)}")
-    reasons = []
+    reasons: list[str] = []
     for name in BACKENDS if wanted == "auto" else (wanted,):
         reason = None
         if name != "reference":

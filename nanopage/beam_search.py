@@ -65,7 +65,7 @@ class BeamSearch:
         num_generated = beams[0].num_generated_tokens + 1
         candidates = [
             Candidate(beam, token_id, beam.cumulative_logprob + offer.logprob)
-            for beam in beams for token_id, offer in beam.candidates.items()]
+            for beam in beams for token_id, offer in (beam.candidates or {}).items()]
         candidates.sort(key=lambda candidate: -candidate.cumulative_logprob)
         at_limit = num_generated == request.max_tokens
         live = []

@@ -20,89 +20,48 @@ from numbers import Integral
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from nanopage.beam_search import BeamSearch, BeamSearchParams
 from nanopage.block_manager import BlockManager
+from nanopage.config import EngineConfig
 from nanopage.layers import check_supported
-from nanopage.model_runner import EngineConfig, ModelRunner
-from nanopage.scheduler import Metrics, PromptLookup, Scheduler
-from nanopage.sequence import (CompletionOutput, Request, RequestOutput, SamplingParams,
-                               check_bool, check_number)
+from nanopage.model_runner import ModelRunner
+from nanopage.scheduler import Metrics, Scheduler
+from nanopage.sequence import CompletionOutput, Request, RequestOutput, SamplingParams, check_number
 
-Prompt = str | list[int] | dict[str, Any]
+Prompt = Any  # a string, token ids, or a dict of vLLM's with prompt or prompt_token_ids
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class LLM:
     """A model and its engine.
 
-    model: a directory with a transformers checkpoint, or a name on the model hub.
-    block_size: tokens per block of the KV cache. num_blocks fixes the size of the pool (the
-    scratch block is not counted); else kv_cache_memory_bytes does, or what memory allows.
-    max_model_len: longest prompt + completion, in tokens; by default what the model and the pool
-    allow. max_num_seqs: how many sequences may run at once. max_num_batched_tokens: the token
-    budget of a step. speculative_config: {"method": "ngram", "num_speculative_tokens": 4,
-    "prompt_lookup_min": 2, "prompt_lookup_max": 4} drafts by prompt lookup.
+    model: a directory with a transformers checkpoint, or a name on the model hub. The keyword
+    arguments are the fields of `EngineConfig`.
 
     Raises ValueError naming the argument, its value and what is allowed; TypeError for an unknown
     argument.
     """
 
-    def __init__(
-        self,
-        model: str | Path,
-        *,
-        tokenizer: str | Path | None = None,
-        device: str = "auto",
-        dtype: str | torch.dtype = "auto",
-        block_size: int | None = None,
-        num_blocks: int | None = None,
-        kv_cache_memory_bytes: int | None = None,
-        max_model_len: int | None = None,
-        max_num_seqs: int = 256,
-        max_num_batched_tokens: int | None = None,
-        gpu_memory_utilization: float = 0.9,
-        enable_prefix_caching: bool = True,
-        enforce_eager: bool = False,
-        seed: int = 0,
-        speculative_config: dict[str, Any] | None = None,
-        attention_backend: str = "auto",
-    ) -> None:
-        check_number("seed", seed, -2**63, 2**63 - 1)
-        self.drafter = make_drafter(speculative_config)
+    def __init__(self, model: str | Path, **options: Any) -> None:
+        config = EngineConfig(**options)
+        self.drafter = config.drafter
         path = resolve_model(model)
         hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
         check_supported(hf_config)
-        on_gpu = choose_device(device).type == "cuda"
-        config = EngineConfig(
-            device=choose_device(device),
-            dtype=choose_dtype(dtype, hf_config, on_gpu),
-            block_size=(256 if on_gpu else 16) if block_size is None else block_size,
-            num_blocks=num_blocks,
-            kv_cache_memory_bytes=kv_cache_memory_bytes,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=((8192 if on_gpu else 2048) if max_num_batched_tokens is None
-                                    else max_num_batched_tokens),
-            gpu_memory_utilization=gpu_memory_utilization,
-            enable_prefix_caching=enable_prefix_caching,
-            enforce_eager=enforce_eager,
-            attention_backend=attention_backend,
-            num_drafts=self.drafter.num_speculative_tokens if self.drafter else 0,
-        )
-        check_config(config, hf_config)
+        self.config = config.resolve(hf_config)
         self.vocab_size = hf_config.vocab_size
-        self.tokenizer = load_tokenizer(tokenizer, path)
+        self.tokenizer = load_tokenizer(config.tokenizer, path)
         self.end_token_ids = find_end_tokens(self.tokenizer, hf_config, path)
-        self.model_runner = ModelRunner(path, hf_config, config)
-        self.config = config
+        self.model_runner = ModelRunner(path, hf_config, self.config)
         self.max_model_len = self.model_runner.max_model_len
-        self.random = random.Random(seed)
+        self.random = random.Random(config.seed)
         self.num_requests = 0
+        self.total = Metrics(num_blocks=self.model_runner.num_blocks)
+        self.requests: dict[str, Request] = {}
+        self.scheduler: Scheduler
         self._reset()
 
     # ---- the loop ----------------------------------------------------------------------------
@@ -131,21 +90,18 @@ class LLM:
 
     def _reset(self) -> None:
         """Start afresh. After a fault in mid-step no half-written block may survive it."""
-        for request in getattr(self, "requests", {}).values():
+        for request in self.requests.values():
             self.scheduler.abort(request)
-        metrics = self.scheduler.metrics if hasattr(self, "scheduler") else None
         manager = BlockManager(self.model_runner.num_blocks, self.config.block_size,
                                self.config.enable_prefix_caching)
-        self.scheduler = Scheduler(manager, self.config.max_num_seqs,
-                                   self.config.max_num_batched_tokens, self.drafter)
-        if metrics is not None:
-            self.scheduler.metrics = metrics
-        self.requests: dict[str, Request] = {}
+        self.scheduler = Scheduler(manager, self.config.max_decodes,
+                                   self.config.max_num_batched_tokens, self.drafter, self.total)
+        self.requests = {}
         self.finished_aside: list[Request] = []  # ended while another call was stepping
 
     # ---- whole calls -------------------------------------------------------------------------
 
-    def generate(self, prompts: Prompt | list[Prompt],
+    def generate(self, prompts: Prompt,
                  sampling_params: SamplingParams | list[SamplingParams] | None = None,
                  use_tqdm: bool = True,
                  priority: list[int] | None = None) -> list[RequestOutput]:
@@ -185,11 +141,11 @@ class LLM:
                 list(conversation), chat_template=chat_template, tokenize=False,
                 add_generation_prompt=add_generation_prompt)
             # The template has written the special tokens already.
-            ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = self._encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def beam_search(self, prompts: Prompt | list[Prompt],
+    def beam_search(self, prompts: Prompt,
                     params: BeamSearchParams) -> list[RequestOutput]:
         """The `beam_width` best completions of each prompt, best first, as its `outputs`.
 
@@ -250,7 +206,8 @@ class LLM:
         return self._stream(self._make_request(prompt, params, priority))
 
     def _stream(self, request: Request) -> Iterator[CompletionOutput]:
-        shown = [(0, 0, None)] * len(request.sequences)  # tokens, characters, finish_reason
+        # Tokens, characters and finish_reason of each completion that were shown so far.
+        shown: list[tuple[int, int, str | None]] = [(0, 0, None)] * len(request.sequences)
         self._queue(request)
         try:
             while None in (finish_reason for _, _, finish_reason in shown):
@@ -293,13 +250,12 @@ class LLM:
         return self.scheduler.block_manager.num_free_blocks
 
     def metrics(self) -> Metrics:
+        """Counters since the start, and the pool as it is now."""
         scheduler, manager = self.scheduler, self.scheduler.block_manager
         return replace(
-            scheduler.metrics,
-            num_used_blocks=manager.num_used_blocks,
+            self.total, num_used_blocks=manager.num_used_blocks,
             num_cached_blocks=len(manager.cached),
-            kv_waste=scheduler.num_empty_slots / max(1, scheduler.num_allocated_slots),
-        )
+            kv_waste=scheduler.num_empty_slots / max(1, scheduler.num_allocated_slots))
 
     # ---- requests ----------------------------------------------------------------------------
 
@@ -357,12 +313,19 @@ class LLM:
         if token_ids is None:
             if self.tokenizer is None:
                 raise ValueError(f"prompt={prompt!r}: the model has no tokenizer, give token ids")
-            token_ids = self.tokenizer(text)["input_ids"]
+            token_ids = self._encode(text or "")
         if not isinstance(token_ids, (list, tuple)):
             raise ValueError(f"prompt_token_ids={token_ids!r}: must be a list of token ids")
         for token_id in token_ids:
             check_number("prompt_token_ids", token_id, 0, self.vocab_size - 1)
         return text, [int(token_id) for token_id in token_ids], (salt or "").encode()
+
+    def _encode(self, text: str, **options: Any) -> list[int]:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"prompt={text!r}: not valid Unicode ({error.reason})") from error
+        return self.tokenizer(text, **options)["input_ids"]
 
     def _check_fits(self, length: int, max_tokens: int, num_beams: int) -> None:
         """Refuse what the whole pool could not hold: n branches one at a time, beams together.
@@ -420,64 +383,7 @@ def find_end_tokens(tokenizer: Any, hf_config: Any, path: Path) -> frozenset[int
     return frozenset(ends)
 
 
-def choose_device(device: str) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        chosen = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device={device!r}: must be 'auto', 'cpu' or 'cuda'") from error
-    if chosen.type not in ("cpu", "cuda"):
-        raise ValueError(f"device={device!r}: must be 'auto', 'cpu' or 'cuda'")
-    if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={device!r}: torch sees no CUDA device here")
-    return chosen
-
-
-def choose_dtype(dtype: str | torch.dtype, hf_config: Any, on_gpu: bool) -> torch.dtype:
-    """"auto": the checkpoint's on CUDA; on a CPU bfloat16 where it multiplies that natively."""
-    if dtype == "auto":
-        if on_gpu:
-            return hf_config.dtype or torch.bfloat16
-        has_bfloat16 = (torch.cpu._is_avx512_bf16_supported(), torch.cpu._is_amx_tile_supported())
-        return torch.bfloat16 if any(has_bfloat16) else torch.float32
-    chosen = DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
-    if chosen not in DTYPES.values():
-        raise ValueError(f"dtype={dtype!r}: must be 'auto' or one of {', '.join(DTYPES)}")
-    return chosen
-
-
-def check_config(config: EngineConfig, hf_config: Any) -> None:
-    check_number("block_size", config.block_size, 1)
-    check_number("num_blocks", config.num_blocks, 1, optional=True)
-    check_number("kv_cache_memory_bytes", config.kv_cache_memory_bytes, 1, optional=True)
-    check_number("max_model_len", config.max_model_len, 2, hf_config.max_position_embeddings,
-                 optional=True)
-    check_number("max_num_seqs", config.max_num_seqs, 1)
-    check_number("max_num_batched_tokens", config.max_num_batched_tokens, 1)
-    check_number("gpu_memory_utilization", config.gpu_memory_utilization, 0.01, 1, integer=False)
-    check_bool("enable_prefix_caching", config.enable_prefix_caching)
-    check_bool("enforce_eager", config.enforce_eager)
-
-
-def make_drafter(settings: dict[str, Any] | None) -> PromptLookup | None:
-    """vLLM's speculative_config; of its methods only "ngram"."""
-    if settings is None:
-        return None
-    known = {"method", "num_speculative_tokens", "prompt_lookup_min", "prompt_lookup_max"}
-    if not isinstance(settings, dict) or set(settings) - known or settings.get("method") != "ngram":
-        raise ValueError(f"speculative_config={settings!r}: must be a dict with method='ngram' and "
-                         "num_speculative_tokens, prompt_lookup_min, prompt_lookup_max")
-    longest = settings.get("prompt_lookup_max", settings.get("prompt_lookup_min", 5))
-    drafter = PromptLookup(settings.get("num_speculative_tokens", 0),
-                           settings.get("prompt_lookup_min", longest), longest)
-    check_number("num_speculative_tokens", drafter.num_speculative_tokens, 1)
-    check_number("prompt_lookup_min", drafter.prompt_lookup_min, 1)
-    check_number("prompt_lookup_max", drafter.prompt_lookup_max, drafter.prompt_lookup_min)
-    return drafter
-
-
-def as_list(prompts: Prompt | list[Prompt]) -> list[Prompt]:
+def as_list(prompts: Prompt) -> list[Prompt]:
     """One prompt becomes a list of one."""
     if isinstance(prompts, (str, dict)):
         return [prompts]

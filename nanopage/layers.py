@@ -37,7 +37,7 @@ class Linear(nn.Module):
 
     def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
         super().__init__()
-        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(out_features, in_features))
+        self.weight: Any = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.packed: Tensor | None = None
 
@@ -81,7 +81,7 @@ class RotaryEmbedding(nn.Module):
             inv_freq, attention_scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
         angles = torch.arange(max_position).float()[:, None] * inv_freq  # [positions, head_dim / 2]
         cos, sin = angles.cos() * attention_scaling, angles.sin() * attention_scaling
-        # The sign of "rotate half" is folded into the table: x * cos + swapped halves * (-sin, sin).
+        # The sign of "rotate half" is in the table: x * cos + swapped halves * (-sin, sin).
         self.cos = torch.cat([cos, cos], dim=-1).to(device, dtype)  # [positions, head_dim]
         self.sin = torch.cat([-sin, sin], dim=-1).to(device, dtype)
 
@@ -215,9 +215,8 @@ class CausalLM(nn.Module):
 
     def _checkpoint_places(self) -> Iterator[tuple[str, Tensor]]:
         """(name in the checkpoint, where it goes); a fused parameter has several places."""
-        attention = self.model.layers[0].self_attn
-        kv_size = attention.num_kv_heads * attention.head_dim
-        q_size = attention.num_heads * attention.head_dim
+        kv_size = self.config.num_key_value_heads * head_dim_of(self.config)
+        q_size = self.config.num_attention_heads * head_dim_of(self.config)
         mlp_size = self.config.intermediate_size
         fused = {"qkv_proj": (("q_proj", "k_proj", "v_proj"), (q_size, kv_size, kv_size)),
                  "gate_up_proj": (("gate_proj", "up_proj"), (mlp_size, mlp_size))}
@@ -237,21 +236,20 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """All tensors of a checkpoint. Only safetensors are opened, and only those that the index
     names (without an index: model.safetensors)."""
     index = path / "model.safetensors.index.json"
-    files: dict[str, list[str] | None] = {"model.safetensors": None}
+    files: dict[str, list[str]] = {}
     if index.is_file():
         try:
             weight_map = json.loads(index.read_text())["weight_map"]
-            files = {}
             for name, file in weight_map.items():
                 files.setdefault(str(file), []).append(name)
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ValueError(f"{index}: not a safetensors index ({error!r})") from error
-    for file, names in files.items():
+    for file, names in files.items() or [("model.safetensors", [])]:
         if Path(file).name != file or not (path / file).is_file():
             raise ValueError(f"{path / file}: no such weight file (only safetensors are read)")
         try:
             with safe_open(path / file, framework="pt") as tensors:
-                for name in tensors.keys() if names is None else names:
+                for name in names or tensors.keys():
                     yield name, tensors.get_tensor(name)
         except SafetensorError as error:
             raise ValueError(f"{path / file}: {error}") from error

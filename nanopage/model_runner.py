@@ -12,8 +12,8 @@ Next: engine.py, what a user calls.
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import chain
+from functools import partial
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +21,13 @@ import torch
 from torch import Tensor
 
 from nanopage.attention import AttentionMetadata, choose_backend
+from nanopage.config import EngineConfig
 from nanopage.layers import CausalLM, head_dim_of
 from nanopage.sampler import SampleRow, sample, to_device, top_logprobs
 from nanopage.scheduler import Batch, Samples
-from nanopage.sequence import Logprob, Sequence
+from nanopage.sequence import Sequence
 
 Function = Callable[[], Tensor]
-
-
-@dataclass(frozen=True)
-class EngineConfig:
-    """All settings of an engine, checked by `LLM`; None means: chosen at start-up."""
-
-    device: torch.device
-    dtype: torch.dtype
-    block_size: int
-    num_blocks: int | None
-    kv_cache_memory_bytes: int | None
-    max_model_len: int | None
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    gpu_memory_utilization: float
-    enable_prefix_caching: bool
-    enforce_eager: bool
-    attention_backend: str
-    num_drafts: int
-
-    @property
-    def max_decodes(self) -> int:
-        """Most sequences that can run at once."""
-        return min(self.max_num_seqs, self.max_num_batched_tokens)
 
 
 class CudaCapture:
@@ -103,7 +80,7 @@ class DecodeGraph:
         self.runs: dict[int, Function] = {}
         # Largest first, so that the smaller ones find their memory in its pool.
         for size in sorted((size for size in sizes if size <= max_num_seqs), reverse=True):
-            self.runs[size] = capture(lambda size=size: self._run(size))
+            self.runs[size] = capture(partial(self._run, size))
         self.sizes = sorted(self.runs)
 
     def _run(self, size: int) -> Tensor:
@@ -146,6 +123,8 @@ class ModelRunner:
             self.model.pack()
         self.num_blocks, self.max_model_len = self._size_cache(max_position)
         self.kv_cache = self._make_cache(self.num_blocks)
+        drafter = config.drafter
+        self.max_decode_len = 1 + (drafter.num_speculative_tokens if drafter else 0)
         self.decode_graph: DecodeGraph | None = None
         if config.device.type == "cuda" and not config.enforce_eager:
             self.capture_decode(CudaCapture())
@@ -260,7 +239,7 @@ class ModelRunner:
         """Returns each sequence's first row, and what the decoder takes."""
         block_size = self.block_size
         longest = max(seq.num_scheduled_tokens for seq in sequences)
-        is_decode = longest <= 1 + self.config.num_drafts
+        is_decode = longest <= self.max_decode_len
         # Verifying drafts wants as many queries of each sequence. The padding comes behind the
         # real tokens, which do not see it; its keys go to the scratch block.
         padded_len = longest if is_decode and self.backend.pads_drafts else 0
@@ -318,34 +297,21 @@ class ModelRunner:
                 hidden_rows.append(start + position - 1 - seq.num_computed_tokens)
             num_samples.append(len(rows) - num_rows)
         if not rows:
-            return Samples(sequences, [[] for _ in sequences])
+            nothing: list[list] = [[] for _ in sequences]
+            return Samples(sequences, nothing, nothing)
         if len(hidden_rows) < len(hidden):
             hidden = hidden[to_device(hidden_rows, torch.int64, self.device)]
         logits = self.model.lm_head(hidden)  # [sampled rows, vocab]
         if len(rows) > len(logits):  # the first tokens of n branches come from one row
             logits = logits[to_device([row.logits_row for row in rows], torch.int64, self.device)]
         token_ids = sample(logits, rows).tolist()
-        logprobs = self._logprobs(logits, token_ids, rows)
-        return Samples(sequences, split(token_ids, num_samples),
-                       None if logprobs is None else split(logprobs, num_samples))
-
-    @staticmethod
-    def _logprobs(logits: Tensor, token_ids: list[int],
-                  rows: list[SampleRow]) -> list[dict[int, Logprob]] | None:
-        asked = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-        if not asked:
-            return None
-        result: list[dict[int, Logprob]] = [{} for _ in rows]
-        entries = top_logprobs(
-            logits[asked], [token_ids[i] for i in asked], [rows[i] for i in asked])
-        for i, entry in zip(asked, entries):
-            result[i] = entry
-        return result
+        logprobs = top_logprobs(logits, token_ids, rows)
+        return Samples(sequences, split(token_ids, num_samples), split(logprobs, num_samples))
 
 
 def split(values: list[Any], sizes: list[int]) -> list[list[Any]]:
     iterator = iter(values)
-    return [[next(iterator) for _ in range(size)] for size in sizes]
+    return [list(islice(iterator, size)) for size in sizes]
 
 
 def available_memory() -> int:

@@ -98,7 +98,7 @@ def sample(logits: Tensor, rows: list[SampleRow]) -> Tensor:
 
 
 def sample_random(logits: Tensor, rows: list[SampleRow]) -> Tensor:
-    def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
+    def column(values: list, dtype: torch.dtype = torch.float32) -> Tensor:
         return to_device(values, dtype, logits.device)[:, None]
 
     params = [row.params for row in rows]
@@ -120,25 +120,28 @@ def sample_random(logits: Tensor, rows: list[SampleRow]) -> Tensor:
 
 def top_logprobs(logits: Tensor, token_ids: list[int],
                  rows: list[SampleRow]) -> list[dict[int, Logprob]]:
-    """For each row the raw log-softmax of the sampled token and of the most likely ones."""
-    logprobs = logits.float().log_softmax(-1)  # [rows, vocab]
-    vocab_size = logprobs.shape[-1]
-    wanted = [row.params.logprobs for row in rows]
-    wanted = [vocab_size if k == -1 else min(k, vocab_size) for k in wanted]
-    top = logprobs.topk(max(wanted), dim=-1)
-    sampled = logprobs.gather(1, torch.tensor(token_ids, device=logits.device)[:, None])
-    ranks = ((logprobs > sampled).sum(-1) + 1).tolist()
-    values, indices = top.values.tolist(), top.indices.tolist()
-    result = []
-    for i, token_id in enumerate(token_ids):
-        entry = {token_id: Logprob(sampled[i].item(), ranks[i])}
-        for rank in range(wanted[i]):
-            other = indices[i][rank]
-            if other != token_id:
-                entry[other] = Logprob(values[i][rank], rank + 1)
+    """For each row that asks: raw log-softmax of the sampled token and of the most likely ones."""
+    result: list[dict[int, Logprob]] = [{} for _ in rows]
+    vocab_size = logits.shape[-1]
+    wanted = {i: vocab_size if row.params.logprobs < 0 else min(row.params.logprobs, vocab_size)
+              for i, row in enumerate(rows) if row.params.logprobs is not None}
+    if not wanted:
+        return result
+    chosen = to_device(list(wanted), torch.int64, logits.device)
+    logprobs = logits[chosen].float().log_softmax(-1)  # [rows that ask, vocab]
+    top = logprobs.topk(max(wanted.values()), dim=-1)
+    asked = to_device([token_ids[i] for i in wanted], torch.int64, logits.device)
+    sampled = logprobs.gather(1, asked[:, None])  # [rows that ask, 1]
+    ranks = (logprobs > sampled).sum(-1) + 1
+    for i, own, rank, values, others in zip(
+            wanted, sampled[:, 0].tolist(), ranks.tolist(), top.values.tolist(),
+            top.indices.tolist()):
+        entry = {other: Logprob(value, place + 1)
+                 for place, (other, value) in enumerate(zip(others[:wanted[i]], values))}
+        entry.setdefault(token_ids[i], Logprob(own, rank))
         request = rows[i].seq.request
         if request.tokenizer is not None and request.beam_search is None:
             for other, logprob in entry.items():
                 logprob.decoded_token = request.tokenizer.decode([other])
-        result.append(entry)
+        result[i] = entry
     return result

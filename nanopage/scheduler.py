@@ -23,6 +23,7 @@ Next: attention.py, how a step's tokens find the keys and values of their sequen
 from bisect import insort
 from dataclasses import dataclass, field
 
+from nanopage.beam_search import BeamSearch
 from nanopage.block_manager import BlockManager
 from nanopage.sequence import Logprob, Request, Sequence
 
@@ -46,7 +47,7 @@ class Samples:
 
     sequences: list[Sequence]
     token_ids: list[list[int]]
-    logprobs: list[list[dict[int, Logprob]]] | None = None
+    logprobs: list[list[dict[int, Logprob]]]  # empty dicts where none were asked for
 
 
 @dataclass
@@ -97,9 +98,9 @@ class PromptLookup:
                 index[tuple(token_ids[max(0, end - n):end])] = end
         seq.num_indexed_tokens = len(token_ids)
         for n in sizes:
-            end = index.get(tuple(token_ids[-n:]))
-            if end is not None:
-                return token_ids[end:end + min(most, self.num_speculative_tokens)]
+            found = index.get(tuple(token_ids[-n:]))
+            if found is not None:
+                return token_ids[found:found + min(most, self.num_speculative_tokens)]
         return []
 
 
@@ -107,7 +108,8 @@ class Scheduler:
     """The waiting and the running, and the loop that moves them."""
 
     def __init__(self, block_manager: BlockManager, max_num_seqs: int,
-                 max_num_batched_tokens: int, drafter: PromptLookup | None = None) -> None:
+                 max_num_batched_tokens: int, drafter: PromptLookup | None = None,
+                 metrics: Metrics | None = None) -> None:
         self.block_manager = block_manager
         self.drafter = drafter
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -115,7 +117,7 @@ class Scheduler:
         self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
-        self.metrics = Metrics(num_blocks=block_manager.num_blocks)
+        self.metrics = metrics or Metrics()
         self.num_finished = 0  # in this step
         self.num_empty_slots = 0  # summed over steps, as is the next
         self.num_allocated_slots = 0
@@ -148,7 +150,7 @@ class Scheduler:
             # Only beams are left that wait for their siblings, and these find no room.
             self._preempt(self.running.pop())
         if self.drafter is not None:
-            self._add_drafts(batch)
+            self._add_drafts(batch, self.drafter)
         self._count_blocks(batch)
         return batch
 
@@ -206,7 +208,7 @@ class Scheduler:
         batch.num_tokens += num_new
         self.num_empty_slots += len(seq.block_table) * manager.block_size - end
 
-    def _add_drafts(self, batch: Batch) -> None:
+    def _add_drafts(self, batch: Batch, drafter: PromptLookup) -> None:
         """Speculate with what is left of budget and blocks: a draft displaces nobody."""
         manager = self.block_manager
         for seq in batch.sequences:
@@ -215,7 +217,7 @@ class Scheduler:
                     or seq.num_computed_tokens + seq.num_scheduled_tokens < seq.num_tokens):
                 continue
             num_slots = manager.block_size * (len(seq.block_table) + manager.num_free_blocks)
-            draft = self.drafter.propose(seq, min(
+            draft = drafter.propose(seq, min(
                 self.max_num_batched_tokens - batch.num_tokens,
                 request.max_tokens - num_generated - 1,
                 num_slots - seq.num_tokens))
@@ -263,11 +265,11 @@ class Scheduler:
             if not token_ids:
                 continue
             touched[seq.request] = None
-            logprobs = None if samples.logprobs is None else samples.logprobs[i]
+            logprobs = samples.logprobs[i]
             if seq.request.beam_search is not None:
                 seq.candidates = logprobs[0]
                 if all(beam.candidates is not None for beam in seq.request.sequences):
-                    self._advance_beams(seq.request)
+                    self._advance_beams(seq.request, seq.request.beam_search)
             elif seq.draft_token_ids:
                 self._verify(seq, token_ids, logprobs)
             elif len(token_ids) == 1:
@@ -283,10 +285,9 @@ class Scheduler:
         return list(touched)
 
     def _append(self, seq: Sequence, token_ids: list[int],
-                logprobs: list[dict[int, Logprob]] | None) -> None:
+                logprobs: list[dict[int, Logprob]]) -> None:
         for j, token_id in enumerate(token_ids):
-            if logprobs is not None and seq.logprobs is not None:
-                seq.append_logprobs(token_id, logprobs[j])
+            seq.append_logprobs(token_id, logprobs[j])
             seq.append(token_id)
             self.metrics.num_generated_tokens += 1
             if seq.finish_reason is not None:
@@ -295,7 +296,7 @@ class Scheduler:
                 return
 
     def _verify(self, seq: Sequence, token_ids: list[int],
-                logprobs: list[dict[int, Logprob]] | None) -> None:
+                logprobs: list[dict[int, Logprob]]) -> None:
         """Keep drafts while they are what was sampled, and the first sample that differs.
 
         With a deterministic draft this leaves the distribution as it is: a draft is accepted with
@@ -313,22 +314,22 @@ class Scheduler:
         self.metrics.num_accepted_tokens += seq.num_tokens - num_before - 1
 
     def _fork(self, seq: Sequence, token_ids: list[int],
-              logprobs: list[dict[int, Logprob]] | None) -> None:
+              logprobs: list[dict[int, Logprob]]) -> None:
         """The prompt was computed once; here it becomes n branches that share its blocks."""
         branches = seq.request.sequences
         for child in branches[1:]:
             self.block_manager.fork(seq, child)
             insort(self.running, child, key=Sequence.get_order)
         for j, child in enumerate(branches):
-            self._append(child, token_ids[j:j + 1], logprobs and logprobs[j:j + 1])
+            self._append(child, token_ids[j:j + 1], logprobs[j:j + 1])
 
-    def _advance_beams(self, request: Request) -> None:
+    def _advance_beams(self, request: Request, search: BeamSearch) -> None:
         """Every live beam has made its offers: the best continue, the blocks of the rest are freed.
 
         A beam continues by being forked, once or several times, and dropped.
         """
         beams = request.sequences
-        candidates = request.beam_search.rank(beams)
+        candidates = search.rank(beams)
         children = [candidate.grow(index) for index, candidate in enumerate(candidates)]
         for candidate, child in zip(candidates, children):
             self.block_manager.fork(candidate.beam, child)
@@ -338,4 +339,4 @@ class Scheduler:
         for child in children:
             insort(self.running, child, key=Sequence.get_order)
         self.metrics.num_generated_tokens += len(children)
-        request.sequences = children or request.beam_search.results()
+        request.sequences = children or search.results()

@@ -39,8 +39,9 @@ def check_number(name: str, value: Any, low: float, high: float = math.inf, *,
     """Raise ValueError, naming the argument, unless `value` is a number in [low, high]."""
     if optional and value is None:
         return
-    kind = Integral if integer else Real
-    fits = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
+    kind: Any = Integral if integer else Real
+    is_number = isinstance(value, kind) and not isinstance(value, bool)
+    fits = is_number and low <= value <= high
     if not fits or math.isinf(value):  # a NaN compares false, so it does not fit either
         upper = "" if math.isinf(high) else f" and at most {high}"
         raise ValueError(f"{name}={value!r}: must be {'an integer' if integer else 'a number'} "
@@ -204,8 +205,9 @@ class Sequence:
 
     __slots__ = ("request", "index", "order", "seed", "token_ids", "num_prompt_tokens",
                  "num_computed_tokens", "num_scheduled_tokens", "draft_token_ids", "ngrams",
-                 "num_indexed_tokens", "block_table", "block_keys", "num_registered_blocks", "prefix_id", "detokenizer", "logprobs",
-                 "cumulative_logprob", "candidates", "finish_reason", "stop_reason")
+                 "num_indexed_tokens", "block_table", "block_keys", "num_registered_blocks",
+                 "prefix_id", "detokenizer", "logprobs", "cumulative_logprob", "candidates",
+                 "finish_reason", "stop_reason")
 
     def __init__(self, request: Request, index: int, seed: int) -> None:
         self.request = request
@@ -250,6 +252,8 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens:]
 
     def append_logprobs(self, token_id: int, logprobs: dict[int, Logprob]) -> None:
+        if self.logprobs is None:
+            return
         self.logprobs.append(logprobs)
         self.cumulative_logprob += logprobs[token_id].logprob
 
@@ -270,10 +274,9 @@ class Sequence:
         elif num_generated >= request.max_tokens:
             self.finish_reason = "length"
         if self.detokenizer is not None:
-            self._append_text(token_id, may_stop)
+            self._append_text(self.detokenizer, token_id, may_stop)
 
-    def _append_text(self, token_id: int, may_stop: bool) -> None:
-        detokenizer = self.detokenizer
+    def _append_text(self, detokenizer: Detokenizer, token_id: int, may_stop: bool) -> None:
         num_searched = len(detokenizer.text)
         detokenizer.append(token_id)
         if self.finish_reason is not None:

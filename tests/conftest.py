@@ -11,15 +11,22 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import (AutoModelForCausalLM, LlamaConfig, MistralConfig,
-                          PreTrainedTokenizerFast, Qwen2Config, Qwen3Config)
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 from nanopage import LLM, SamplingParams
 
-settings.register_profile("ci", deadline=None, max_examples=50,
-                          suppress_health_check=list(HealthCheck))
+for profile, max_examples in (("ci", 300), ("long", 6000)):
+    settings.register_profile(profile, deadline=None, max_examples=max_examples,
+                              suppress_health_check=list(HealthCheck))
 settings.load_profile("ci")
-torch.set_num_threads(2)
+torch.set_num_threads(1)  # tiny models: two threads would mostly wait for each other
 
 FAMILIES = {"llama": LlamaConfig, "mistral": MistralConfig, "qwen2": Qwen2Config,
             "qwen3": Qwen3Config}

@@ -1,4 +1,4 @@
-"""The reference attention against attention as a loop over rows; it must not read what is unwritten."""
+"""The reference attention against a loop over rows; what is unwritten must not be read."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from nanopage.attention import AttentionMetadata, ReferenceAttention
 
 
 def by_rows(q, k, v, scale, window):
-    """One sequence, one query and one head at a time. q: [queries, heads, dim], k, v: [keys, ...]."""
+    """One query and one head at a time. q: [queries, heads, dim], k, v: [keys, heads, dim]."""
     out = torch.zeros_like(q)
     num_groups = q.shape[1] // k.shape[1]
     for i in range(len(q)):
@@ -67,7 +67,8 @@ def random_case(query_lens, context_lens, heads, kv_heads, block_size=4, head_di
 def test_reference_is_attention(heads, kv_heads, window):
     query_lens = [1, 1, 1, 3, 3, 7, 40, 1]
     context_lens = [1, 9, 16, 3, 12, 30, 45, 21]
-    q, ks, vs, new_k, new_v, cache, metadata = random_case(query_lens, context_lens, heads, kv_heads)
+    q, ks, vs, new_k, new_v, cache, metadata = random_case(
+        query_lens, context_lens, heads, kv_heads)
     backend = ReferenceAttention()
     backend.store(new_k, new_v, cache, metadata)
     out = backend.attend(q, cache, metadata, 0.3, window)

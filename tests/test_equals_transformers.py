@@ -2,8 +2,16 @@
 
 import pytest
 import torch
-from conftest import (check_idle, check_logprobs, generate, hf_greedy, hf_logprobs, make_engine,
-                      make_model, prompts_of)
+from conftest import (
+    check_idle,
+    check_logprobs,
+    generate,
+    hf_greedy,
+    hf_logprobs,
+    make_engine,
+    make_model,
+    prompts_of,
+)
 
 from nanopage import SamplingParams
 
@@ -184,7 +192,8 @@ def test_outgrowing_the_pool(r_model):
     llm = make_engine(r_model, num_blocks=4, max_model_len=64)
     with pytest.raises(ValueError, match="num_blocks=4"):
         generate(llm, prompts_of([40]))
-    assert generate(llm, [[1, 2, 3, 4, 5]], max_tokens=5) == [hf_greedy(r_model, [1, 2, 3, 4, 5], 5)]
+    short = [1, 2, 3, 4, 5]
+    assert generate(llm, [short], max_tokens=5) == [hf_greedy(r_model, short, 5)]
     prompts = prompts_of([6, 6])
     assert generate(llm, prompts, max_tokens=8) == [hf_greedy(r_model, p, 8) for p in prompts]
     check_idle(llm, r_model)

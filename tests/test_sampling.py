@@ -2,10 +2,22 @@
 
 import pytest
 import torch
-from conftest import (check_idle, check_logprobs, generate, hf_greedy, make_engine,
-                      make_table_model, prompts_of)
-from transformers import (LogitsProcessorList, MinPLogitsWarper, TemperatureLogitsWarper,
-                          TopKLogitsWarper, TopPLogitsWarper)
+from conftest import (
+    check_idle,
+    check_logprobs,
+    generate,
+    hf_greedy,
+    make_engine,
+    make_table_model,
+    prompts_of,
+)
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from nanopage import SamplingParams
 from nanopage.sampler import filter_logits, pick
@@ -141,7 +153,8 @@ def test_logprobs_are_raw(r_model):
 
 def test_logprobs_in_a_mixed_batch(r_model):
     llm = make_engine(r_model)
-    params = [SamplingParams(seed=1, max_tokens=8), SamplingParams(seed=2, max_tokens=8, logprobs=2),
+    params = [SamplingParams(seed=1, max_tokens=8),
+              SamplingParams(seed=2, max_tokens=8, logprobs=2),
               SamplingParams(temperature=0, max_tokens=8, logprobs=5)]
     outputs = llm.generate([PROMPT] * 3, params, use_tqdm=False)
     assert outputs[0].outputs[0].logprobs is None

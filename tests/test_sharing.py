@@ -4,8 +4,16 @@ import itertools
 
 import pytest
 import torch
-from conftest import (check_idle, check_logprobs, generate, hf_greedy, hf_logprobs, hf_model, make_engine,
-                      prompts_of)
+from conftest import (
+    check_idle,
+    check_logprobs,
+    generate,
+    hf_greedy,
+    hf_logprobs,
+    hf_model,
+    make_engine,
+    prompts_of,
+)
 
 from nanopage import BeamSearchParams, SamplingParams, demo
 

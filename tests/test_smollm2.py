@@ -18,6 +18,13 @@ TEXT = (
     "Blocks that begin alike can be shared, and copied when one of the owners writes. ")
 
 
+@pytest.fixture(scope="module", autouse=True)
+def two_threads():
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="module")
 def path():
     return str(demo.model_path())

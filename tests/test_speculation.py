@@ -2,8 +2,15 @@
 
 import pytest
 import torch
-from conftest import (check_idle, check_logprobs, generate, hf_greedy, make_engine,
-                      make_table_model, prompts_of)
+from conftest import (
+    check_idle,
+    check_logprobs,
+    generate,
+    hf_greedy,
+    make_engine,
+    make_table_model,
+    prompts_of,
+)
 
 from nanopage import SamplingParams, demo
 from nanopage.scheduler import PromptLookup

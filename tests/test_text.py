@@ -150,3 +150,17 @@ def test_decoded_logprobs(llm, script):
     completion = complete(llm, max_tokens=2, logprobs=1)
     assert [entry[t].decoded_token for t, entry in zip(completion.token_ids, completion.logprobs)
             ] == ["a", "b"]
+
+
+def test_hostile_text(llm, script):
+    """Lone surrogates, text that spells special tokens, messages without content."""
+    script("ok")
+    params = SamplingParams(temperature=0, max_tokens=2)
+    for bad in ("\ud800", "a\udfffb"):
+        with pytest.raises(ValueError, match="Unicode"):
+            llm.generate(bad, params, use_tqdm=False)
+    output = llm.generate("<|end|>\x00\u202e", params, use_tqdm=False)[0]
+    assert output.prompt_token_ids[0] == END and output.outputs[0].text == "ok"
+    with pytest.raises(ValueError):
+        llm.chat([{"role": "user", "content": "hi"}], params, use_tqdm=False)  # no template
+    check_idle(llm)
