@@ -18,7 +18,7 @@ Invariants, checked by `check_invariants`:
     there, so no kernel needs a condition;
   - a block with a hash is full and is never written; nobody writes to a block that others see.
 
-Next: beam_search.py, the one feature whose sequences compete; or at once scheduler.py.
+Next: beam_search.py, the one feature whose sequences compete (or at once scheduler.py).
 """
 
 from array import array

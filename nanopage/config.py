@@ -1,4 +1,9 @@
-"""The settings of an engine: checked once, then frozen."""
+"""Which settings are there?
+
+Invariants: checked once, before any work is done, then frozen; derived values are properties.
+
+Next: attention.py, how a step's tokens find the keys and values of their sequence.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ only attention knows where one ends.
 Invariants: every tensor of the checkpoint has exactly one place in a parameter, and every parameter
 is filled; what the config asks for and this decoder cannot do is refused, never ignored.
 
-Next: model_runner.py, which feeds it.
+Next: sampler.py, which turns logits into tokens.
 """
 
 import json

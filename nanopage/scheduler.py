@@ -17,7 +17,7 @@ Sequence.order; no step exceeds max_num_batched_tokens; a waiting sequence holds
 first in order can have every block of the pool by preempting the others, and no request is
 admitted that the whole pool could not hold: so the first always finishes, and then the next.
 
-Next: attention.py, how a step's tokens find the keys and values of their sequence.
+Next: config.py, the settings; then attention.py, how tokens find their keys and values.
 """
 
 from bisect import insort
