@@ -245,6 +245,9 @@ class LLM:
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests or self.finished_aside)
 
+    def get_tokenizer(self) -> Any:
+        return self.tokenizer
+
     def num_free_blocks(self) -> int:
         """Blocks that nobody holds; those with a cached prefix are among them."""
         return self.scheduler.block_manager.num_free_blocks

@@ -28,7 +28,6 @@ from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any
 
 import xxhash
-from tokenizers.decoders import DecodeStream
 
 if TYPE_CHECKING:
     from nanopage.beam_search import BeamSearch
@@ -154,28 +153,41 @@ class RequestOutput:
 class Detokenizer:
     """The text of one sequence, token by token, with stop strings.
 
-    tokenizers' DecodeStream holds a token back until it completes a character, so a piece never
-    ends in half a character. `num_ready` characters may be shown to a reader now: the last ones
-    wait as long as they could be the beginning of a stop string.
+    A token is held back until it completes a character, and a byte token until the bytes end,
+    since one wrong byte changes how its neighbours read. (tokenizers' DecodeStream raises there.)
+    `num_ready` characters may be shown to a reader now: the last ones wait as long as they could
+    be the beginning of a stop string.
     """
 
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
-        self.tokenizer = tokenizer
-        self.stream = DecodeStream(skip_special_tokens=params.skip_special_tokens)
+        self.tokenizer, self.params = tokenizer, params
         self.stop = params.stop_strings
-        self.params = params
         self.held_back = max((len(stop) for stop in self.stop), default=1) - 1
         self.text = ""
+        # The ids that gave the latest piece: alone, the next ones might lose a leading space.
+        self.context: list[int] = []
+        self.context_text = ""
+        self.pending: list[int] = []
 
     def append(self, token_id: int) -> None:
-        self.text += self.stream.step(self.tokenizer.backend_tokenizer, token_id) or ""
+        self.pending.append(token_id)
+        token = self.tokenizer.backend_tokenizer.id_to_token(token_id) or ""
+        if token.startswith("<0x") or not self._decode([token_id]):  # bytes may still go on
+            return
+        decoded = self._decode(self.context + self.pending)
+        piece = decoded[len(self.context_text):]
+        if piece and not piece.endswith("\ufffd") and decoded.startswith(self.context_text):
+            self.text += piece
+            self.context, self.pending = self.pending, []
+            self.context_text = self._decode(self.context)
 
     def flush(self, token_ids: list[int]) -> None:
         """After the last token: show what was held back in the middle of a character."""
-        decoded = self.tokenizer.decode(
-            token_ids, skip_special_tokens=self.params.skip_special_tokens,
-            clean_up_tokenization_spaces=False)
-        self.text += decoded[len(self.text):]
+        self.text = self._decode(token_ids)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return self.tokenizer.backend_tokenizer.decode(
+            token_ids, skip_special_tokens=self.params.skip_special_tokens)
 
     def cut_at_stop(self, num_searched: int) -> str | None:
         """Cut the text at the first stop string that ends behind `num_searched` characters."""

@@ -1,13 +1,17 @@
 """H: stop strings, characters of several tokens, end tokens, chat templates."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import byte_tokenizer, check_idle, make_engine, make_table_model
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from nanopage import SamplingParams
+from nanopage.sequence import Detokenizer
 
 END, EOS = 258, 257  # <|end|>, </s>
 
@@ -164,3 +168,35 @@ def test_hostile_text(llm, script):
     with pytest.raises(ValueError):
         llm.chat([{"role": "user", "content": "hi"}], params, use_tqdm=False)  # no template
     check_idle(llm)
+
+
+def byte_fallback_tokenizer():
+    """Llama 2's and Mistral's kind: words with a leading mark, bytes for what has no word."""
+    words = ["▁", "▁a", "▁the", "b", "c", "▁▁", "é", "漢", "llo", "▁he"]
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[],
+                                     byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence([
+        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
+        decoders.Strip(" ", 1, 0)])
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
+@pytest.mark.parametrize("make", [byte_tokenizer, byte_fallback_tokenizer])
+def test_any_ids_decode_piece_by_piece(make):
+    """H2 and more: whatever the ids, valid bytes or not, pieces only grow and end as the whole."""
+    tokenizer, generator = make(), random.Random(0)
+    for attempt in range(2000):
+        ids = [generator.randrange(3, 280) for _ in range(generator.randint(1, 12))]
+        if attempt % 2:
+            ids = [generator.choice([*"😀é".encode(), 259, 260, 263, 268]) + 3 * (i < 255)
+                   for i in ids]
+        detokenizer, shown = Detokenizer(tokenizer, SamplingParams()), ""
+        for token_id in ids:
+            detokenizer.append(token_id)
+            assert detokenizer.text.startswith(shown) and not detokenizer.text.endswith("\ufffd")
+            shown = detokenizer.text
+        detokenizer.flush(ids)
+        assert detokenizer.text == tokenizer.decode(ids, skip_special_tokens=True)
+        assert detokenizer.text.startswith(shown)
