@@ -155,8 +155,8 @@ class Detokenizer:
 
     A token is held back until it completes a character, and a byte token until the bytes end,
     since one wrong byte changes how its neighbours read. (tokenizers' DecodeStream raises there.)
-    `num_ready` characters may be shown to a reader now: the last ones wait as long as they could
-    be the beginning of a stop string.
+    The last `held_back` characters are not shown yet, since they could be the beginning of a stop
+    string. Tokens are decoded when someone looks (`catch_up`).
     """
 
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
@@ -168,8 +168,17 @@ class Detokenizer:
         self.context: list[int] = []
         self.context_text = ""
         self.pending: list[int] = []
+        self.unread: list[int] = []
 
     def append(self, token_id: int) -> None:
+        self.unread.append(token_id)
+
+    def catch_up(self) -> None:
+        for token_id in self.unread:
+            self._read(token_id)
+        self.unread = []
+
+    def _read(self, token_id: int) -> None:
         self.pending.append(token_id)
         token = self.tokenizer.backend_tokenizer.id_to_token(token_id) or ""
         if token.startswith("<0x") or not self._decode([token_id]):  # bytes may still go on
@@ -184,6 +193,7 @@ class Detokenizer:
     def flush(self, token_ids: list[int]) -> None:
         """After the last token: show what was held back in the middle of a character."""
         self.text = self._decode(token_ids)
+        self.unread = []
 
     def _decode(self, token_ids: list[int]) -> str:
         return self.tokenizer.backend_tokenizer.decode(
@@ -203,10 +213,6 @@ class Detokenizer:
             position += len(stop)
         self.text = self.text[:position]
         return stop
-
-    @property
-    def num_ready(self) -> int:
-        return max(0, len(self.text) - self.held_back)
 
 
 class Sequence:
@@ -271,7 +277,10 @@ class Sequence:
 
     @property
     def text(self) -> str:
-        return "" if self.detokenizer is None else self.detokenizer.text
+        if self.detokenizer is None:
+            return ""
+        self.detokenizer.catch_up()
+        return self.detokenizer.text
 
     def append(self, token_id: int) -> None:
         """Take one sampled token, and set finish_reason if it is the last."""
@@ -293,6 +302,8 @@ class Sequence:
         detokenizer.append(token_id)
         if self.finish_reason is not None:
             detokenizer.flush(self.output_token_ids)
+        elif detokenizer.stop:
+            detokenizer.catch_up()
         if may_stop and detokenizer.stop:
             stop = detokenizer.cut_at_stop(num_searched)
             if stop is not None:
@@ -308,7 +319,9 @@ class Sequence:
         num_chars = 0
         if self.detokenizer is not None:
             finished = self.finish_reason is not None
-            num_chars = len(self.text) if finished else self.detokenizer.num_ready
+            num_chars = len(self.text)
+            if not finished:
+                num_chars = max(0, num_chars - self.detokenizer.held_back)
         return self.num_generated_tokens, num_chars, self.finish_reason
 
     def output(self, num_tokens_before: int = 0, num_chars_before: int = 0) -> CompletionOutput:

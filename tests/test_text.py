@@ -195,6 +195,7 @@ def test_any_ids_decode_piece_by_piece(make):
         detokenizer, shown = Detokenizer(tokenizer, SamplingParams()), ""
         for token_id in ids:
             detokenizer.append(token_id)
+            detokenizer.catch_up()
             assert detokenizer.text.startswith(shown) and not detokenizer.text.endswith("\ufffd")
             shown = detokenizer.text
         detokenizer.flush(ids)
