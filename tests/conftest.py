@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from nanopage import LLM, SamplingParams
+from nanopage.scheduler import Scheduler
 
 for profile, max_examples in (("ci", 300), ("long", 6000)):
     settings.register_profile(profile, deadline=None, max_examples=max_examples,
@@ -68,7 +69,17 @@ def invariants_after_every_step(monkeypatch):
         assert all(not seq.block_table for seq in scheduler.waiting)
         return touched
 
+    schedule = Scheduler.schedule
+
+    def checked_schedule(self):
+        batch = schedule(self)
+        scheduled = [seq.num_scheduled_tokens for seq in batch.sequences]
+        assert batch.num_tokens == sum(scheduled) <= self.max_num_batched_tokens
+        assert all(num > 0 for num in scheduled)
+        return batch
+
     monkeypatch.setattr(LLM, "_step", checked_step)
+    monkeypatch.setattr(Scheduler, "schedule", checked_schedule)
 
 
 def check_idle(llm, model=None):
