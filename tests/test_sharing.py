@@ -267,6 +267,25 @@ def test_beams_under_pressure(model_dir, options):
     check_idle(llm, path)
 
 
+def test_a_preempted_beam_makes_its_offers_anew(r_model):
+    """Or its siblings would go on while it is recomputed, and fork from half of its blocks."""
+    llm = make_engine(r_model)
+    seq = None
+    execute = llm.model_runner.execute
+
+    def watched(batch):
+        nonlocal seq
+        seq = batch.sequences[0]
+        return execute(batch)
+
+    llm.model_runner.execute = watched
+    llm.beam_search([[1, 2, 3]], BeamSearchParams(beam_width=2, max_tokens=3))
+    assert seq.candidates is not None
+    llm.scheduler._preempt(seq)
+    assert seq.candidates is None
+    llm.scheduler.waiting.clear()
+
+
 def test_beams_that_do_not_fit_are_refused(r_model):
     llm = make_engine(r_model, num_blocks=11)
     params = BeamSearchParams(beam_width=4, max_tokens=8)
