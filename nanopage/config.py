@@ -121,8 +121,10 @@ def choose_dtype(dtype: Any, hf_config: Any, on_gpu: bool) -> torch.dtype:
     if dtype == "auto":
         if on_gpu:
             return hf_config.dtype or torch.bfloat16
-        has_bfloat16 = (torch.cpu._is_avx512_bf16_supported(), torch.cpu._is_amx_tile_supported())
-        return torch.bfloat16 if any(has_bfloat16) else torch.float32
+        # Private names: where a torch lacks one, `bool` answers False in its place.
+        probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
+        has_bfloat16 = any(getattr(torch.cpu, name, bool)() for name in probes)
+        return torch.bfloat16 if has_bfloat16 else torch.float32
     chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if not isinstance(chosen, torch.dtype) or chosen not in DTYPES.values():
         raise ValueError(f"dtype={dtype!r}: must be 'auto' or one of {', '.join(DTYPES)}")
