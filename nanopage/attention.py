@@ -128,111 +128,130 @@ class VarlenAttention(Backend):
 
 
 @dataclass
+class Bags:
+    """Which rows of the pool are summed for whom: two calls of embedding_bag.
+
+    A bag is a run of rows, and offsets say where each begins; the sum of an empty one is 0.
+    """
+
+    query_rows: Tensor  # [K bags] int32: the (token, head) of the group whose query weighs a bag
+    k_rows: Tensor  # [K bags * head_dim] int32: rows (block, KV head, dimension)
+    k_offsets: Tensor  # [num_seqs * query_len * heads * width] int32
+    picked: Tensor  # [visible pairs] int32: where their probabilities stand among all
+    v_rows: Tensor  # [visible pairs] int32: rows (block, KV head, offset)
+    v_offsets: Tensor  # [num_seqs * query_len * heads] int32
+
+
+@dataclass
 class Group:
-    """Neighbouring sequences with the same number of queries: a batch of plain matrices."""
+    """Neighbouring sequences with as many queries and about as many keys."""
 
-    queries: slice  # rows of the step's tokens
-    num_seqs: int
+    tokens: slice  # rows of the step's tokens
     query_len: int
-    num_keys: int  # padded to whole blocks
-    gather: Tensor  # [2 * num_seqs * kv_heads * width] int64: rows (K or V, block, head) of a cache
-    unwritten: Tensor  # rows (K or V, sequence, head, position) that come from slots without token
-    query_positions: Tensor  # [num_seqs, query_len, 1]
-    context_lens: Tensor  # [num_seqs, 1, 1]
-    hidden: dict[int | None, Tensor] = field(default_factory=dict)  # a mask for each window
+    table: Tensor  # [num_seqs, width] int32, block 0 behind the sequence's own
+    context_lens: Tensor  # [num_seqs, 1, 1] int32
+    written: Tensor  # [num_seqs, 1, keys] bool: keys are counted in whole blocks
+    masks: dict[int | None, Tensor] = field(default_factory=dict)  # for each window, as the next
+    bags: dict[int | None, Bags] = field(default_factory=dict)
 
-    def hidden_keys(self, window: int | None) -> Tensor:
-        """True where a query must not look: [num_seqs, 1, query_len, num_keys]."""
-        if window not in self.hidden:
-            keys = torch.arange(self.num_keys, device=self.gather.device)
-            mask = keys > self.query_positions
+    def visible(self, window: int | None) -> Tensor:
+        """What each query may look at: [num_seqs, query_len, 1, keys]."""
+        if window not in self.masks:
+            keys = torch.arange(self.written.shape[-1], device=self.table.device)
+            queries = torch.arange(self.query_len, device=self.table.device)[:, None]
+            positions = self.context_lens - self.query_len + queries  # [num_seqs, query_len, 1]
+            visible = self.written & (keys <= positions)
             if window is not None:
-                mask |= keys <= self.query_positions - window
-            # A row without keys looks at zeros (they are `unwritten`), so that it gives 0, not NaN.
-            self.hidden[window] = (mask & (self.context_lens > 0))[:, None]
-        return self.hidden[window]
+                visible &= keys > positions - window
+            self.masks[window] = visible[:, :, None]
+        return self.masks[window]
 
 
 @dataclass
 class ReferencePlan:
-    slots: Tensor  # [num_tokens * kv_heads] int64: rows (block, head, offset) of the pool
+    blocks: Tensor  # [num_tokens] int64, as is the next
+    offsets: Tensor
     groups: list[Group]
 
 
 class ReferenceAttention(Backend):
-    """Paged attention as its definition reads: gather the blocks of the table, mask, softmax, sum.
+    """Paged attention in plain torch, which reads the pool where it lies.
 
-    A block is (kv_heads, block_size, head_dim): the gathered keys of one head are then one plain
-    matrix. Sequences of like length are computed together, up to `group_size` of them, so that
-    little is padded. The copies go to one buffer that is kept.
+    Both halves of attention are weighted sums of rows. With K stored as [head_dim, block_size], the
+    scores of a block's tokens are the sum of its rows weighted by the query; the result is the sum
+    of the rows of V weighted by the probabilities. `embedding_bag` sums rows picked by an index: it
+    does what vLLM's kernel does (csrc/attention), and copies neither K nor V.
+
+    Long chunks of a prompt share their keys among many queries: there gathering them once is
+    cheaper.
     """
 
     name = "reference"
-    group_size = 16
-    # From so many queries on, the scores of a long prompt are not worth keeping in memory.
-    min_fused_queries = 32
-
-    def __init__(self) -> None:
-        self.buffer = torch.empty(0)
+    max_bag_queries = 4
 
     def block_shape(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return num_kv_heads, block_size, head_dim
 
+    def pools(self, cache: Tensor) -> tuple[Tensor, Tensor]:
+        """K: [num_blocks + 1, kv_heads, head_dim, block_size]; V: the last two the other way."""
+        num_blocks, num_kv_heads, block_size, head_dim = cache.shape[1:]
+        return cache[0].view(num_blocks, num_kv_heads, head_dim, block_size), cache[1]
+
     def store(self, k: Tensor, v: Tensor, cache: Tensor, metadata: AttentionMetadata) -> None:
         plan = self._plan(metadata, cache)
-        head_dim = k.shape[-1]
-        cache[0].view(-1, head_dim).index_copy_(0, plan.slots, k.reshape(-1, head_dim))
-        cache[1].view(-1, head_dim).index_copy_(0, plan.slots, v.reshape(-1, head_dim))
+        k_pool, v_pool = self.pools(cache)
+        k_pool[plan.blocks, :, :, plan.offsets] = k
+        v_pool[plan.blocks, :, plan.offsets] = v
 
     def attend(self, q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float,
                window: int | None) -> Tensor:
         assert q.dtype == cache.dtype and q.stride(-1) == 1 and q.shape[1] % cache.shape[2] == 0
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        q = q * scale
         for group in self._plan(metadata, cache).groups:
-            k, v = self._gather(cache, group)  # [num_seqs, kv_heads, num_keys, head_dim]
-            out[group.queries] = self._attend_group(q[group.queries], k, v, group, scale, window)
+            in_place = group.query_len <= self.max_bag_queries
+            attend = self._attend_in_place if in_place else self._attend_gathered
+            out[group.tokens] = attend(q[group.tokens], *self.pools(cache), group, window)
         return out
 
-    def _attend_group(self, q: Tensor, k: Tensor, v: Tensor, group: Group, scale: float,
-                      window: int | None) -> Tensor:
-        num_seqs, num_kv_heads, num_keys, head_dim = k.shape
+    def _attend_in_place(self, q: Tensor, k_pool: Tensor, v_pool: Tensor, group: Group,
+                         window: int | None) -> Tensor:
+        num_kv_heads, block_size, head_dim = v_pool.shape[1:]
         num_heads = q.shape[1]
-        hidden = group.hidden_keys(window)
-        # [num_seqs, heads, query_len, head_dim]
-        q = q.reshape(num_seqs, group.query_len, num_heads, head_dim).transpose(1, 2)
-        if group.query_len >= self.min_fused_queries:
-            out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=~hidden, scale=scale, enable_gqa=True)
-        else:
-            # The query heads that share a KV head are further rows of one matrix.
-            rows = num_heads // num_kv_heads * group.query_len
-            q = q.reshape(num_seqs * num_kv_heads, rows, head_dim)
-            k, v = k.flatten(0, 1), v.flatten(0, 1)  # [num_seqs * kv_heads, num_keys, head_dim]
-            scores = torch.bmm(q * scale, k.transpose(1, 2))
-            scores.view(num_seqs, num_heads, group.query_len, num_keys).masked_fill_(
-                hidden, float("-inf"))
-            out = torch.bmm(scores.softmax(-1), v)  # [num_seqs * kv_heads, rows, head_dim]
-            out = out.view(num_seqs, num_heads, group.query_len, head_dim)
-        return out.transpose(1, 2).reshape(-1, num_heads, head_dim)
+        visible = group.visible(window)
+        if window not in group.bags:
+            group.bags[window] = make_bags(
+                visible, group.table, num_heads, num_kv_heads, head_dim, block_size)
+        bags = group.bags[window]
+        weights = q.reshape(-1, head_dim).index_select(0, bags.query_rows)  # [K bags, head_dim]
+        scores = sum_rows(k_pool.view(-1, block_size), bags.k_rows, bags.k_offsets, weights)
+        scores = scores.view(len(visible), group.query_len, num_heads, -1)  # [..., keys]
+        scores.masked_fill_(~visible, float("-inf"))
+        probs = scores.softmax(-1).flatten().index_select(0, bags.picked)  # [visible pairs]
+        out = sum_rows(v_pool.view(-1, head_dim), bags.v_rows, bags.v_offsets, probs)
+        return out.view(-1, num_heads, head_dim)
 
-    def _gather(self, cache: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-        """Copy the group's blocks together; slots that were never written become zeros."""
-        _, _, num_kv_heads, block_size, head_dim = cache.shape
-        rows, size = group.gather.numel(), block_size * head_dim
-        if self.buffer.numel() < rows * size or self.buffer.dtype != cache.dtype:
-            self.buffer = cache.new_empty(rows * size)
-        out = self.buffer[:rows * size].view(rows, size)
-        torch.index_select(cache.view(-1, size), 0, group.gather, out=out)
-        out.view(-1, head_dim).index_fill_(0, group.unwritten, 0)
-        k, v = out.view(2, group.num_seqs, num_kv_heads, group.num_keys, head_dim).unbind(0)
-        return k, v
+    def _attend_gathered(self, q: Tensor, k_pool: Tensor, v_pool: Tensor, group: Group,
+                         window: int | None) -> Tensor:
+        num_heads, head_dim = q.shape[1:]
+        k = k_pool[group.table].permute(0, 2, 1, 4, 3).flatten(2, 3)
+        v = v_pool[group.table].transpose(1, 2).flatten(2, 3)  # [num_seqs, kv_heads, keys, head_dim]
+        # The mask hides what is not written, but 0 * NaN is NaN.
+        for gathered in (k, v):
+            gathered.masked_fill_(~group.written[..., None], 0)
+        # A row without keys sees these zeros, so that it gives 0.
+        visible = group.visible(window).transpose(1, 2) | (group.context_lens == 0)[..., None]
+        q = q.unflatten(0, (-1, group.query_len)).transpose(1, 2)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=visible, scale=1.0, enable_gqa=True)
+        return out.transpose(1, 2).reshape(-1, num_heads, head_dim)
 
     def _plan(self, metadata: AttentionMetadata, cache: Tensor) -> ReferencePlan:
         if metadata.plan is None:
-            metadata.plan = self._make_plan(metadata, cache)
+            metadata.plan = self._make_plan(metadata, cache.shape[3])
         return metadata.plan
 
-    def _make_plan(self, metadata: AttentionMetadata, cache: Tensor) -> ReferencePlan:
+    def _make_plan(self, metadata: AttentionMetadata, block_size: int) -> ReferencePlan:
         """All index arithmetic of a step, shared by its layers."""
         tables = metadata.block_tables
         for name in ("cu_seqlens_q", "cu_seqlens_k", "context_lens"):
@@ -241,10 +260,6 @@ class ReferenceAttention(Backend):
         assert tables.dtype == torch.int32 and tables.dim() == 2 and tables.stride(1) == 1
         assert metadata.slot_mapping.dtype == torch.int64
 
-        num_kv_heads, block_size = cache.shape[2:4]
-        heads = torch.arange(num_kv_heads, device=tables.device)
-        block, offset = metadata.slot_mapping // block_size, metadata.slot_mapping % block_size
-        slots = (block[:, None] * num_kv_heads + heads) * block_size + offset[:, None]
         groups = []
         starts = metadata.cu_seqlens_q.tolist()
         lens = metadata.context_lens.tolist()
@@ -252,41 +267,57 @@ class ReferenceAttention(Backend):
         while first < len(lens):
             query_len = starts[first + 1] - starts[first]
             last = first + 1
-            while (last < len(lens) and last - first < self.group_size
-                   and starts[last + 1] - starts[last] == query_len):
+            # Scores are padded to the longest, which is to be less than twice the shortest.
+            while (last < len(lens) and starts[last + 1] - starts[last] == query_len
+                   and lens[last].bit_length() == lens[first].bit_length()):
                 last += 1
             width = max(1, -(-max(lens[first:last]) // block_size))
-            context_lens = metadata.context_lens[first:last, None].long()
-            groups.append(self._make_group(
-                slice(starts[first], starts[last]), query_len, context_lens,
-                tables[first:last, :width].long(), heads, cache))
+            context_lens = metadata.context_lens[first:last, None, None]
+            keys = torch.arange(width * block_size, device=tables.device)
+            # What stands in a table behind the sequence's blocks may be anything.
+            is_own = keys[::block_size] < context_lens[:, 0]  # [num_seqs, width]
+            groups.append(Group(
+                slice(starts[first], starts[last]), query_len,
+                torch.where(is_own, tables[first:last, :width], 0), context_lens,
+                keys < context_lens))
             first = last
-        return ReferencePlan(slots.flatten(), groups)
+        return ReferencePlan(metadata.slot_mapping // block_size,
+                             metadata.slot_mapping % block_size, groups)
 
-    def _make_group(self, queries: slice, query_len: int, context_lens: Tensor, table: Tensor,
-                    heads: Tensor, cache: Tensor) -> Group:
-        _, pool_size, num_kv_heads, block_size, _ = cache.shape
-        num_seqs, width = table.shape
-        num_keys = width * block_size
-        # What stands in a table behind the sequence's blocks may be anything: read the first
-        # block instead, whose keys are masked there.
-        num_blocks = -(-context_lens // block_size)
-        column = torch.arange(width, device=table.device)
-        table = torch.where(column < num_blocks, table, table[:, :1])
-        k_rows = table[:, None] * num_kv_heads + heads[:, None]  # [num_seqs, kv_heads, width]
-        gather = torch.cat([k_rows.flatten(), k_rows.flatten() + pool_size * num_kv_heads])
-        # Masked scores hide such keys, but 0 * NaN is NaN: values must be zeros. The fused kernel
-        # adds its mask, and a row without keys looks at them: there the keys as well.
-        offset = torch.arange(num_keys, device=table.device)
-        in_block = torch.where(offset < num_blocks * block_size, offset, offset % block_size)
-        sequence, position = (in_block >= context_lens).nonzero(as_tuple=True)
-        rows = ((sequence[:, None] * num_kv_heads + heads) * num_keys + position[:, None]).flatten()
-        unwritten = rows + num_seqs * num_kv_heads * num_keys
-        if query_len >= self.min_fused_queries or not context_lens.all():
-            unwritten = torch.cat([rows, unwritten])
-        query_positions = context_lens - query_len + offset.new_tensor(range(query_len))
-        return Group(queries, num_seqs, query_len, num_keys, gather, unwritten,
-                     query_positions[:, :, None], context_lens[:, :, None])
+
+def sum_rows(rows: Tensor, index: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
+    """out[i] = the weighted sum of the rows that bag i picks: [bags, row length]."""
+    return F.embedding_bag(index, rows, offsets, mode="sum", per_sample_weights=weights.flatten())
+
+
+def make_bags(visible: Tensor, table: Tensor, num_heads: int, num_kv_heads: int, head_dim: int,
+              block_size: int) -> Bags:
+    """visible: [num_seqs, query_len, 1, keys]; table: [num_seqs, width]."""
+    num_seqs, query_len, _, num_keys = visible.shape
+
+    def arange(size: int) -> Tensor:
+        return torch.arange(size, dtype=torch.int32, device=table.device)
+
+    def offsets(sizes: Tensor) -> Tensor:
+        return (sizes.cumsum(0) - sizes).to(torch.int32)
+
+    shape = (num_seqs, query_len, num_heads)
+    kv_head = arange(num_heads) // (num_heads // num_kv_heads)
+    heads = table[:, None, None] * num_kv_heads + kv_head[:, None]  # [num_seqs, 1, heads, width]
+    # K: for each query and head, a bag for each block that it sees something of.
+    seen = visible.unflatten(-1, (-1, block_size)).any(-1).expand(*shape, -1)
+    first_rows = heads.expand_as(seen)[seen] * head_dim
+    query_rows = arange(num_seqs * query_len * num_heads).view(*shape, 1).expand_as(seen)[seen]
+    # V: for each query and head, one bag of what it sees.
+    slots = heads[..., None] * block_size + arange(block_size)
+    pairs = visible.expand(*shape, num_keys)
+    return Bags(
+        query_rows=query_rows,
+        k_rows=(first_rows[:, None] + arange(head_dim)).flatten(),
+        k_offsets=offsets(seen.flatten() * head_dim),
+        picked=pairs.flatten().nonzero()[:, 0].to(torch.int32),
+        v_rows=slots.flatten(-2).expand_as(pairs)[pairs],
+        v_offsets=offsets(pairs.sum(-1).flatten()))
 
 
 # ---- the choice, once at start-up ------------------------------------------------------------

@@ -24,7 +24,7 @@ class EngineConfig:
 
     device: "cuda", "cpu" or "auto". dtype: one of DTYPES; "auto" is the checkpoint's on a GPU,
     and on a CPU bfloat16 where the processor multiplies it natively.
-    block_size: tokens per block of the KV cache; by default 16, on a GPU 256.
+    block_size: tokens per block of the KV cache; by default 32, on a GPU 256.
     num_blocks fixes the size of the pool (the scratch block is not counted), or else
     kv_cache_memory_bytes does; by default what memory allows, on a GPU gpu_memory_utilization
     of the device less what weights and activations take.
@@ -72,7 +72,7 @@ class EngineConfig:
         on_gpu = device.type == "cuda"
         return replace(
             self, device=device, dtype=choose_dtype(self.dtype, hf_config, on_gpu),
-            block_size=self.block_size or (256 if on_gpu else 16),
+            block_size=self.block_size or (256 if on_gpu else 32),
             max_num_batched_tokens=self.max_num_batched_tokens or (8192 if on_gpu else 2048))
 
     @property

@@ -220,9 +220,11 @@ class ModelRunner:
         if batch.copies:
             sources, destinations = to_device(batch.copies, torch.int64, self.device).T
             self.kv_cache.index_copy_(2, destinations, self.kv_cache.index_select(2, sources))
-        # Neighbours of like length are computed together by the reference attention.
-        sequences = sorted(batch.sequences,
-                           key=lambda seq: (seq.num_scheduled_tokens, seq.num_computed_tokens))
+        # The reference attention computes neighbours together if their lengths are alike. Sorted no
+        # further, so that each of its threads meets long ones and short ones.
+        sequences = sorted(batch.sequences, key=lambda seq: (
+            seq.num_scheduled_tokens,
+            (seq.num_computed_tokens + seq.num_scheduled_tokens).bit_length()))
         starts, token_ids, positions, metadata = self._prepare_inputs(sequences)
         if self.decode_graph is not None and metadata.query_len == 1:
             hidden = self.decode_graph.replay(token_ids, positions, metadata)

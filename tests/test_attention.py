@@ -1,5 +1,7 @@
 """The reference attention against a loop over rows; what is unwritten must not be read."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from conftest import generate, hf_greedy, make_engine, prompts_of
@@ -35,19 +37,15 @@ def random_case(query_lens, context_lens, heads, kv_heads, block_size=4, head_di
                            dtype=torch.int32, generator=generator)
     cache = torch.full((2, sum(counts) + 1, kv_heads, block_size, head_dim), float("nan"),
                        dtype=dtype)
-    q, ks, vs, slots = rand(sum(query_lens), heads, head_dim), [], [], []
+    q, ks, vs, slots, old_slots = rand(sum(query_lens), heads, head_dim), [], [], [], []
     for i, (num_queries, length) in enumerate(zip(query_lens, context_lens)):
         table = [order.pop() for _ in range(counts[i])]
         tables[i, :counts[i]] = torch.tensor(table, dtype=torch.int32)
         ks.append(rand(length, kv_heads, head_dim))
         vs.append(rand(length, kv_heads, head_dim))
         for position in range(length):
-            block, offset = table[position // block_size], position % block_size
-            if position < length - num_queries:
-                cache[0, block, :, offset] = ks[-1][position]
-                cache[1, block, :, offset] = vs[-1][position]
-            else:
-                slots.append(block * block_size + offset)
+            slot = table[position // block_size] * block_size + position % block_size
+            (old_slots if position < length - num_queries else slots).append(slot)
 
     def cumulate(lens):
         return torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
@@ -57,6 +55,10 @@ def random_case(query_lens, context_lens, heads, kv_heads, block_size=4, head_di
         cu_seqlens_k=cumulate(context_lens),
         context_lens=torch.tensor(context_lens, dtype=torch.int32), block_tables=tables,
         max_query_len=max(query_lens), max_context_len=max(context_lens), query_len=None)
+    old_k = torch.cat([k[:len(k) - n] for k, n in zip(ks, query_lens)])
+    old_v = torch.cat([v[:len(v) - n] for v, n in zip(vs, query_lens)])
+    ReferenceAttention().store(
+        old_k, old_v, cache, replace(metadata, slot_mapping=torch.tensor(old_slots, dtype=torch.int64)))
     new_k = torch.cat([k[len(k) - n:] for k, n in zip(ks, query_lens)])
     new_v = torch.cat([v[len(v) - n:] for v, n in zip(vs, query_lens)])
     return q, ks, vs, new_k, new_v, cache, metadata
