@@ -129,12 +129,12 @@ def matmul_seconds(llm, batches: list[tuple[int, int]]) -> float:
     import torch
     model = llm.model_runner.model
     layer = model.model.layers[0]
-    linears = [layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj,
-               layer.mlp.down_proj]
+    linears = [layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_proj,
+               layer.mlp.up_proj, layer.mlp.down_proj]
     weight = layer.input_layernorm.weight
     mlp_size = model.config.intermediate_size
     q_size = layer.self_attn.num_heads * layer.self_attn.head_dim
-    widths = [len(weight), q_size, len(weight), mlp_size]
+    widths = [len(weight), q_size, len(weight), len(weight), mlp_size]
 
     def seconds_of(modules, sizes, rows):
         inputs = [torch.randn(rows, size).to(weight.dtype).to(weight.device) for size in sizes]

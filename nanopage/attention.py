@@ -154,16 +154,16 @@ class Group:
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # for each window, as the next
     bags: dict[int | None, Bags] = field(default_factory=dict)
 
-    def visible(self, window: int | None) -> Tensor:
-        """What each query may look at: [num_seqs, query_len, 1, keys]."""
+    def hidden(self, window: int | None) -> Tensor:
+        """What each query must not look at: [num_seqs, query_len, 1, keys]."""
         if window not in self.masks:
             keys = torch.arange(self.written.shape[-1], device=self.table.device)
             queries = torch.arange(self.query_len, device=self.table.device)[:, None]
             positions = self.context_lens - self.query_len + queries  # [num_seqs, query_len, 1]
-            visible = self.written & (keys <= positions)
+            hidden = ~self.written | (keys > positions)
             if window is not None:
-                visible &= keys > positions - window
-            self.masks[window] = visible[:, :, None]
+                hidden |= keys <= positions - window
+            self.masks[window] = hidden[:, :, None]
         return self.masks[window]
 
 
@@ -218,15 +218,15 @@ class ReferenceAttention(Backend):
                          window: int | None) -> Tensor:
         num_kv_heads, block_size, head_dim = v_pool.shape[1:]
         num_heads = q.shape[1]
-        visible = group.visible(window)
+        hidden = group.hidden(window)
         if window not in group.bags:
             group.bags[window] = make_bags(
-                visible, group.table, num_heads, num_kv_heads, head_dim, block_size)
+                ~hidden, group.table, num_heads, num_kv_heads, head_dim, block_size)
         bags = group.bags[window]
         weights = q.reshape(-1, head_dim).index_select(0, bags.query_rows)  # [K bags, head_dim]
         scores = sum_rows(k_pool.view(-1, block_size), bags.k_rows, bags.k_offsets, weights)
-        scores = scores.view(len(visible), group.query_len, num_heads, -1)  # [..., keys]
-        scores.masked_fill_(~visible, float("-inf"))
+        scores = scores.view(len(hidden), group.query_len, num_heads, -1)  # [..., keys]
+        scores.masked_fill_(hidden, float("-inf"))
         probs = scores.softmax(-1).flatten().index_select(0, bags.picked)  # [visible pairs]
         out = sum_rows(v_pool.view(-1, head_dim), bags.v_rows, bags.v_offsets, probs)
         return out.view(-1, num_heads, head_dim)
@@ -235,15 +235,16 @@ class ReferenceAttention(Backend):
                          window: int | None) -> Tensor:
         num_heads, head_dim = q.shape[1:]
         k = k_pool[group.table].permute(0, 2, 1, 4, 3).flatten(2, 3)
-        v = v_pool[group.table].transpose(1, 2).flatten(2, 3)  # [num_seqs, kv_heads, keys, head_dim]
+        v = v_pool[group.table].transpose(1, 2).flatten(2, 3)
+        # k, v: [num_seqs, kv_heads, keys, head_dim].
         # The mask hides what is not written, but 0 * NaN is NaN.
         for gathered in (k, v):
             gathered.masked_fill_(~group.written[..., None], 0)
         # A row without keys sees these zeros, so that it gives 0.
-        visible = group.visible(window).transpose(1, 2) | (group.context_lens == 0)[..., None]
+        hidden = group.hidden(window).transpose(1, 2) & (group.context_lens > 0)[..., None]
         q = q.unflatten(0, (-1, group.query_len)).transpose(1, 2)
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=visible, scale=1.0, enable_gqa=True)
+            q, k, v, attn_mask=~hidden, scale=1.0, enable_gqa=True)
         return out.transpose(1, 2).reshape(-1, num_heads, head_dim)
 
     def _plan(self, metadata: AttentionMetadata, cache: Tensor) -> ReferencePlan:

@@ -30,13 +30,15 @@ SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 class Linear(nn.Module):
-    """y = x W^T + b. On a CPU the weight is packed once for oneDNN, where torch can do that.
+    """y = x W^T + b, then perhaps SiLU. On a CPU the weight is packed once for oneDNN.
 
     The two operators are private, so F.linear stays the fallback where they are missing or fail.
     """
 
-    def __init__(self, in_features: int, out_features: int, bias: bool = False) -> None:
+    def __init__(self, in_features: int, out_features: int, bias: bool = False,
+                 silu: bool = False) -> None:
         super().__init__()
+        self.silu = silu
         self.weight: Any = nn.Parameter(torch.empty(out_features, in_features))
         self.bias = nn.Parameter(torch.empty(out_features)) if bias else None
         self.packed: Tensor | None = None
@@ -53,8 +55,10 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.packed is not None:
-            return torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
-        return F.linear(x, self.weight, self.bias)
+            return torch.ops.mkldnn._linear_pointwise(
+                x, self.packed, self.bias, "swish" if self.silu else "none", [], "")
+        out = F.linear(x, self.weight, self.bias)
+        return F.silu(out) if self.silu else out
 
 
 class RMSNorm(nn.Module):
@@ -133,12 +137,13 @@ class MLP(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         bias = getattr(config, "mlp_bias", False)
-        self.gate_up_proj = Linear(config.hidden_size, 2 * config.intermediate_size, bias)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias)
+        hidden_size, size = config.hidden_size, config.intermediate_size
+        self.gate_proj = Linear(hidden_size, size, bias, silu=True)
+        self.up_proj = Linear(hidden_size, size, bias)
+        self.down_proj = Linear(size, hidden_size, bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(self.gate_proj(x).mul_(self.up_proj(x)))
 
 
 class DecoderLayer(nn.Module):
@@ -167,7 +172,7 @@ class Decoder(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """Parameter names are those of the checkpoint, with q, k, v and gate, up fused."""
+    """Parameter names are those of the checkpoint, with q, k, v fused."""
 
     def __init__(self, config: Any, backend: Backend, max_position: int,
                  device: torch.device, dtype: torch.dtype) -> None:
@@ -214,17 +219,16 @@ class CausalLM(nn.Module):
             raise ValueError(f"{path}: missing tensors {sorted(places)}")
 
     def _checkpoint_places(self) -> Iterator[tuple[str, Tensor]]:
-        """(name in the checkpoint, where it goes); a fused parameter has several places."""
+        """(name in the checkpoint, where it goes); the fused q, k, v have three places."""
         kv_size = self.config.num_key_value_heads * head_dim_of(self.config)
         q_size = self.config.num_attention_heads * head_dim_of(self.config)
-        mlp_size = self.config.intermediate_size
-        fused = {"qkv_proj": (("q_proj", "k_proj", "v_proj"), (q_size, kv_size, kv_size)),
-                 "gate_up_proj": (("gate_proj", "up_proj"), (mlp_size, mlp_size))}
         for name, parameter in self.named_parameters():  # a tied lm_head is not named twice
-            layer = name.split(".")[-2]
-            parts, sizes = fused.get(layer, ((layer,), (len(parameter),)))
-            for part, place in zip(parts, parameter.data.split(sizes)):
-                yield name.replace(layer, part), place
+            if "qkv_proj" in name:
+                places = parameter.data.split([q_size, kv_size, kv_size])
+                for part, place in zip("qkv", places):
+                    yield name.replace("qkv_proj", f"{part}_proj"), place
+            else:
+                yield name, parameter.data
 
     def pack(self) -> None:
         for module in self.modules():

@@ -57,8 +57,8 @@ def random_case(query_lens, context_lens, heads, kv_heads, block_size=4, head_di
         max_query_len=max(query_lens), max_context_len=max(context_lens), query_len=None)
     old_k = torch.cat([k[:len(k) - n] for k, n in zip(ks, query_lens)])
     old_v = torch.cat([v[:len(v) - n] for v, n in zip(vs, query_lens)])
-    ReferenceAttention().store(
-        old_k, old_v, cache, replace(metadata, slot_mapping=torch.tensor(old_slots, dtype=torch.int64)))
+    old_metadata = replace(metadata, slot_mapping=torch.tensor(old_slots, dtype=torch.int64))
+    ReferenceAttention().store(old_k, old_v, cache, old_metadata)
     new_k = torch.cat([k[len(k) - n:] for k, n in zip(ks, query_lens)])
     new_v = torch.cat([v[len(v) - n:] for v, n in zip(vs, query_lens)])
     return q, ks, vs, new_k, new_v, cache, metadata
