@@ -53,6 +53,7 @@ class Backend:
 
     name: str
     pads_drafts = False  # wants the same number of queries of each sequence in a decode step
+    is_capturable = True  # waits for nothing on the host, so that a CUDA graph can hold it
 
     def block_shape(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return block_size, num_kv_heads, head_dim
@@ -182,11 +183,12 @@ class ReferenceAttention(Backend):
     of the rows of V weighted by the probabilities. `embedding_bag` sums rows picked by an index: it
     does what vLLM's kernel does (csrc/attention), and copies neither K nor V.
 
-    Long chunks of a prompt share their keys among many queries: there gathering them once is
-    cheaper.
+    Long chunks of a prompt have many queries for the same keys: there it is cheaper to gather the
+    keys once.
     """
 
     name = "reference"
+    is_capturable = False
     max_bag_queries = 4
 
     def block_shape(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -234,9 +236,9 @@ class ReferenceAttention(Backend):
     def _attend_gathered(self, q: Tensor, k_pool: Tensor, v_pool: Tensor, group: Group,
                          window: int | None) -> Tensor:
         num_heads, head_dim = q.shape[1:]
+        # Both become [num_seqs, kv_heads, keys, head_dim].
         k = k_pool[group.table].permute(0, 2, 1, 4, 3).flatten(2, 3)
         v = v_pool[group.table].transpose(1, 2).flatten(2, 3)
-        # k, v: [num_seqs, kv_heads, keys, head_dim].
         # The mask hides what is not written, but 0 * NaN is NaN.
         for gathered in (k, v):
             gathered.masked_fill_(~group.written[..., None], 0)
@@ -333,7 +335,7 @@ def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype, head_d
 
     Raises ValueError that says why, if that one cannot.
     """
-    if wanted != "auto" and wanted not in BACKENDS:
+    if wanted not in ("auto", *BACKENDS):
         raise ValueError(f"attention_backend={wanted!r}: must be 'auto', {', '.join(BACKENDS)}")
     reasons: list[str] = []
     for name in BACKENDS if wanted == "auto" else (wanted,):

@@ -8,6 +8,7 @@ Next: attention.py, how a step's tokens find the keys and values of their sequen
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -55,7 +56,11 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("block_size", "num_blocks", "kv_cache_memory_bytes", "max_num_batched_tokens"):
+        if not isinstance(self.tokenizer, str | Path | None) or self.tokenizer == "":
+            raise ValueError(f"tokenizer={self.tokenizer!r}: must be a directory, a name or None")
+        for name in ("block_size", "num_blocks"):
+            check_number(name, getattr(self, name), 1, 2**31 - 1, optional=True)
+        for name in ("kv_cache_memory_bytes", "max_num_batched_tokens"):
             check_number(name, getattr(self, name), 1, optional=True)
         check_number("max_model_len", self.max_model_len, 2, optional=True)
         check_number("max_num_seqs", self.max_num_seqs, 1)
@@ -109,7 +114,7 @@ def choose_device(device: Any) -> torch.device:
     try:
         chosen = torch.device(device)
         allowed = chosen.type == "cpu" or (chosen.type == "cuda" and torch.cuda.is_available())
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):
         allowed = False
     if not allowed:
         raise ValueError(f"device={device!r}: must be 'auto', 'cpu' or, where torch sees such a "

@@ -14,7 +14,7 @@ This is the last file. To see it run: example.py.
 """
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
@@ -29,7 +29,8 @@ from nanopage.config import EngineConfig
 from nanopage.layers import check_supported
 from nanopage.model_runner import ModelRunner
 from nanopage.scheduler import Metrics, Scheduler
-from nanopage.sequence import CompletionOutput, Request, RequestOutput, SamplingParams, check_number
+from nanopage.sequence import (
+    CompletionOutput, Request, RequestOutput, SamplingParams, check_bool, check_number)
 
 Prompt = Any  # a string, token ids, or a dict of vLLM's with prompt or prompt_token_ids
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -103,7 +104,7 @@ class LLM:
 
     def generate(self, prompts: Prompt,
                  sampling_params: SamplingParams | list[SamplingParams] | None = None,
-                 use_tqdm: bool = True,
+                 use_tqdm: bool | Callable[..., tqdm] = True,
                  priority: list[int] | None = None) -> list[RequestOutput]:
         """Complete one prompt or many; returns a RequestOutput for each, in their order.
 
@@ -112,6 +113,8 @@ class LLM:
         Raises ValueError before anything runs.
         """
         prompts = as_list(prompts)
+        if not callable(use_tqdm):
+            check_bool("use_tqdm", use_tqdm)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
         priority = [0] * len(prompts) if priority is None else priority
@@ -124,22 +127,29 @@ class LLM:
 
     def chat(self, messages: list[Any],
              sampling_params: SamplingParams | list[SamplingParams] | None = None,
-             use_tqdm: bool = True, chat_template: str | None = None,
+             use_tqdm: bool | Callable[..., tqdm] = True, chat_template: str | None = None,
              add_generation_prompt: bool = True) -> list[RequestOutput]:
         """Answer one conversation, a list of {"role", "content"}, or a list of them."""
         if self.tokenizer is None:
             raise ValueError("chat: the model has no tokenizer")
         if not isinstance(messages, (list, tuple)) or not messages:
             raise ValueError(f"messages={messages!r}: must be a conversation or a list of them")
+        if not isinstance(chat_template, str | None):
+            raise ValueError(f"chat_template={chat_template!r}: must be a string or None")
+        check_bool("add_generation_prompt", add_generation_prompt)
         conversations = [messages] if isinstance(messages[0], dict) else messages
         prompts = []
         for conversation in conversations:
             if (not isinstance(conversation, (list, tuple)) or not conversation
                     or not all(isinstance(message, dict) for message in conversation)):
                 raise ValueError(f"messages: {conversation!r} is not a list of messages")
-            text = self.tokenizer.apply_chat_template(
-                list(conversation), chat_template=chat_template, tokenize=False,
-                add_generation_prompt=add_generation_prompt)
+            try:
+                text = self.tokenizer.apply_chat_template(
+                    list(conversation), chat_template=chat_template, tokenize=False,
+                    add_generation_prompt=add_generation_prompt)
+            except Exception as error:  # whatever a template in Jinja may raise
+                raise ValueError(f"messages={conversation!r}: the chat_template does not take "
+                                 f"them ({error})") from error
             # The template has written the special tokens already.
             ids = self._encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
@@ -168,11 +178,13 @@ class LLM:
             requests.append(self._make_request(prompt, sampling_params, 0, search))
         return self._run(requests, use_tqdm=False)
 
-    def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+    def _run(self, requests: list[Request],
+             use_tqdm: bool | Callable[..., tqdm]) -> list[RequestOutput]:
         """Run these requests to their end, and whatever else is under way."""
         mine = set(requests)
         num_prompt = num_output = 0
-        bar = tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm)
+        make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        bar = make_bar(total=len(requests), desc="Processed prompts", disable=not use_tqdm)
         try:
             for request in requests:
                 self._queue(request)
@@ -238,9 +250,8 @@ class LLM:
 
     def abort(self, request_id: str) -> None:
         """End a request now; an unknown or ended one is no error."""
-        request = self.requests.pop(request_id, None)
-        if request is not None:
-            self.scheduler.abort(request)
+        if isinstance(request_id, str) and request_id in self.requests:
+            self.scheduler.abort(self.requests.pop(request_id))
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests or self.finished_aside)
@@ -254,11 +265,9 @@ class LLM:
 
     def metrics(self) -> Metrics:
         """Counters since the start, and the pool as it is now."""
-        scheduler, manager = self.scheduler, self.scheduler.block_manager
-        return replace(
-            self.total, num_used_blocks=manager.num_used_blocks,
-            num_cached_blocks=len(manager.cached),
-            kv_waste=scheduler.num_empty_slots / max(1, scheduler.num_allocated_slots))
+        manager = self.scheduler.block_manager
+        return replace(self.total, num_used_blocks=manager.num_used_blocks,
+                       num_cached_blocks=len(manager.cached))
 
     # ---- requests ----------------------------------------------------------------------------
 

@@ -126,7 +126,8 @@ class ModelRunner:
         drafter = config.drafter
         self.max_decode_len = 1 + (drafter.num_speculative_tokens if drafter else 0)
         self.decode_graph: DecodeGraph | None = None
-        if config.device.type == "cuda" and not config.enforce_eager:
+        if (config.device.type == "cuda" and not config.enforce_eager
+                and self.backend.is_capturable):
             self.capture_decode(CudaCapture())
 
     def capture_decode(self, capture: Callable[[Function], Function]) -> None:

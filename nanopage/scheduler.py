@@ -58,7 +58,6 @@ class Metrics:
     num_used_blocks: int = 0
     num_cached_blocks: int = 0
     peak_used_blocks: int = 0
-    kv_waste: float = 0.0  # share of the allocated slots that hold no token, mean over all steps
     num_preemptions: int = 0
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -68,6 +67,13 @@ class Metrics:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_saved_blocks: int = 0  # sum of references - blocks in use, at the peak
+    num_allocated_slots: int = 0  # summed over the steps, as is the next
+    num_empty_slots: int = 0
+
+    @property
+    def kv_waste(self) -> float:
+        """Share of the allocated slots that hold no token, mean over all steps."""
+        return self.num_empty_slots / max(1, self.num_allocated_slots)
 
     @property
     def tokens_per_sequence_and_step(self) -> float:
@@ -113,14 +119,11 @@ class Scheduler:
         self.block_manager = block_manager
         self.drafter = drafter
         self.max_num_batched_tokens = max_num_batched_tokens
-        # Every running sequence gets a token in each step, so no more can run than the budget has.
-        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self.max_num_seqs = max_num_seqs  # at most the budget: see EngineConfig.max_decodes
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.metrics = metrics or Metrics()
         self.num_finished = 0  # in this step
-        self.num_empty_slots = 0  # summed over steps, as is the next
-        self.num_allocated_slots = 0
 
     def add(self, request: Request) -> None:
         """Queue a request; its other branches appear when its prompt is computed."""
@@ -206,7 +209,7 @@ class Scheduler:
         seq.num_scheduled_tokens = num_new
         batch.sequences.append(seq)
         batch.num_tokens += num_new
-        self.num_empty_slots += len(seq.block_table) * manager.block_size - end
+        self.metrics.num_empty_slots += len(seq.block_table) * manager.block_size - end
 
     def _add_drafts(self, batch: Batch, drafter: PromptLookup) -> None:
         """Speculate with what is left of budget and blocks: a draft displaces nobody."""
@@ -246,7 +249,7 @@ class Scheduler:
     def _count_blocks(self, batch: Batch) -> None:
         manager, metrics = self.block_manager, self.metrics
         num_used = manager.num_used_blocks
-        self.num_allocated_slots += num_used * manager.block_size
+        metrics.num_allocated_slots += num_used * manager.block_size
         if num_used > metrics.peak_used_blocks:
             metrics.peak_used_blocks = num_used
             num_references = sum(len(seq.block_table) for seq in self.running)

@@ -82,7 +82,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        check_number("n", self.n, 1)
+        check_number("n", self.n, 1, 16384)
         check_number("temperature", self.temperature, 0, integer=False)
         check_number("top_p", self.top_p, 0, 1, integer=False)
         if self.top_p == 0:
