@@ -30,7 +30,13 @@ from nanopage.layers import check_supported
 from nanopage.model_runner import ModelRunner
 from nanopage.scheduler import Metrics, Scheduler
 from nanopage.sequence import (
-    CompletionOutput, Request, RequestOutput, SamplingParams, check_bool, check_number)
+    CompletionOutput,
+    Request,
+    RequestOutput,
+    SamplingParams,
+    check_bool,
+    check_number,
+)
 
 Prompt = Any  # a string, token ids, or a dict of vLLM's with prompt or prompt_token_ids
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")

@@ -1,4 +1,4 @@
-"""Every argument of every call gets every kind of nonsense: an error that names it, or an answer."""
+"""Every argument of every call gets all kinds of nonsense: an error that names it, or an answer."""
 
 import math
 from dataclasses import fields
