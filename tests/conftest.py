@@ -4,10 +4,15 @@ R-model: random weights, large enough that every token of the context matters: i
 S-model: a table says which token follows which: it sees wrong text, stops and distributions.
 """
 
+import os
 import signal
 from functools import lru_cache
 
 import pytest
+
+# oneDNN keeps each kernel that it compiled, a thousand of them: that would hide a leak in the soak.
+os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = os.environ["LRU_CACHE_CAPACITY"] = "128"
+
 import torch
 from hypothesis import HealthCheck, settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers

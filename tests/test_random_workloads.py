@@ -241,15 +241,12 @@ def soak(path, num_requests):
 
 
 def test_soak(roomy, monkeypatch, request):
-    """No block is lost, and memory is flat once the libraries' caches are warm.
-
-    That takes some 4,000 requests of ever new shapes; the long profile has its ten times 2,000.
-    """
+    """No block is lost, and memory is flat (conftest keeps oneDNN's own caches small)."""
     monkeypatch.undo()  # the checks after every step would be most of the work
     long = request.config.getoption("--hypothesis-profile") == "long"
     memory, rates = soak(roomy[0][0], 20_000 if long else 8_000)
     print("MiB", [m >> 20 for m in memory], "tok/s", [round(rate) for rate in rates])
-    assert memory[-1] <= memory[1 if long else 5] * 1.02
+    assert memory[-1] <= memory[0] * 1.02
 
 
 def test_random_state_is_untouched_by_it_all(roomy):
