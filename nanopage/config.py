@@ -31,7 +31,7 @@ class EngineConfig:
     of the device less what weights and activations take.
     max_model_len: longest prompt + completion in tokens; by default what model and pool allow.
     max_num_seqs: how many sequences may run at once.
-    max_num_batched_tokens: the token budget of a step; by default 2048, on a GPU 8192.
+    max_num_batched_tokens: the token budget of a step; by default 512, on a GPU 8192.
     enforce_eager: no CUDA graphs. attention_backend: "flash", "varlen", "reference" or "auto".
     speculative_config: vLLM's {"method": "ngram", "num_speculative_tokens": 4,
     "prompt_lookup_min": 2, "prompt_lookup_max": 4}.
@@ -78,7 +78,7 @@ class EngineConfig:
         return replace(
             self, device=device, dtype=choose_dtype(self.dtype, hf_config, on_gpu),
             block_size=self.block_size or (256 if on_gpu else 32),
-            max_num_batched_tokens=self.max_num_batched_tokens or (8192 if on_gpu else 2048))
+            max_num_batched_tokens=self.max_num_batched_tokens or (8192 if on_gpu else 512))
 
     @property
     def max_decodes(self) -> int:
