@@ -151,17 +151,17 @@ class Group:
     query_len: int
     table: Tensor  # [num_seqs, width] int32, block 0 behind the sequence's own
     context_lens: Tensor  # [num_seqs, 1, 1] int32
-    written: Tensor  # [num_seqs, 1, keys] bool: keys are counted in whole blocks
+    unwritten: Tensor  # [num_seqs, 1, keys] bool: keys are counted in whole blocks
     masks: dict[int | None, Tensor] = field(default_factory=dict)  # for each window, as the next
     bags: dict[int | None, Bags] = field(default_factory=dict)
 
     def hidden(self, window: int | None) -> Tensor:
         """What each query must not look at: [num_seqs, query_len, 1, keys]."""
         if window not in self.masks:
-            keys = torch.arange(self.written.shape[-1], device=self.table.device)
+            keys = torch.arange(self.unwritten.shape[-1], device=self.table.device)
             queries = torch.arange(self.query_len, device=self.table.device)[:, None]
             positions = self.context_lens - self.query_len + queries  # [num_seqs, query_len, 1]
-            hidden = ~self.written | (keys > positions)
+            hidden = keys > positions  # what is not written lies behind the last position
             if window is not None:
                 hidden |= keys <= positions - window
             self.masks[window] = hidden[:, :, None]
@@ -210,10 +210,11 @@ class ReferenceAttention(Backend):
         assert q.dtype == cache.dtype and q.stride(-1) == 1 and q.shape[1] % cache.shape[2] == 0
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         q = q * scale
+        k_pool, v_pool = self.pools(cache)
         for group in self._plan(metadata, cache).groups:
             in_place = group.query_len <= self.max_bag_queries
             attend = self._attend_in_place if in_place else self._attend_gathered
-            out[group.tokens] = attend(q[group.tokens], *self.pools(cache), group, window)
+            out[group.tokens] = attend(q[group.tokens], k_pool, v_pool, group, window)
         return out
 
     def _attend_in_place(self, q: Tensor, k_pool: Tensor, v_pool: Tensor, group: Group,
@@ -241,7 +242,7 @@ class ReferenceAttention(Backend):
         v = v_pool[group.table].transpose(1, 2).flatten(2, 3)
         # The mask hides what is not written, but 0 * NaN is NaN.
         for gathered in (k, v):
-            gathered.masked_fill_(~group.written[..., None], 0)
+            gathered.masked_fill_(group.unwritten[..., None], 0)
         # A row without keys sees these zeros, so that it gives 0.
         hidden = group.hidden(window).transpose(1, 2) & (group.context_lens > 0)[..., None]
         q = q.unflatten(0, (-1, group.query_len)).transpose(1, 2)
@@ -282,7 +283,7 @@ class ReferenceAttention(Backend):
             groups.append(Group(
                 slice(starts[first], starts[last]), query_len,
                 torch.where(is_own, tables[first:last, :width], 0), context_lens,
-                keys < context_lens))
+                keys >= context_lens))
             first = last
         return ReferencePlan(metadata.slot_mapping // block_size,
                              metadata.slot_mapping % block_size, groups)

@@ -112,7 +112,7 @@ def sample_random(logits: Tensor, rows: list[SampleRow]) -> Tensor:
 
     params = [row.params for row in rows]
     # The largest becomes 0, so that a tiny temperature gives -inf for the rest, and never NaN.
-    logits = logits - logits.max(dim=-1, keepdim=True).values
+    logits = logits - logits.amax(dim=-1, keepdim=True)
     logits = logits / column([p.temperature for p in params])
     vocab_size = logits.shape[-1]
     filtered = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]
