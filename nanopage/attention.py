@@ -138,6 +138,8 @@ class Bags:
     query_rows: Tensor  # [K bags] int32: the (token, head) of the group whose query weighs a bag
     k_rows: Tensor  # [K bags * head_dim] int32: rows (block, KV head, dimension)
     k_offsets: Tensor  # [num_seqs * query_len * heads * width] int32
+    keep: Tensor  # [num_seqs, query_len, 1, keys]: all bits, or none where a score is hidden
+    minus_inf: Tensor  # the same shape: no bit, or those of -inf
     picked: Tensor  # [visible pairs] int32: where their probabilities stand among all
     v_rows: Tensor  # [visible pairs] int32: rows (block, KV head, offset)
     v_offsets: Tensor  # [num_seqs * query_len * heads] int32
@@ -145,27 +147,22 @@ class Bags:
 
 @dataclass
 class Group:
-    """Neighbouring sequences with as many queries and about as many keys."""
+    """Neighbouring sequences with as many queries and not too different numbers of keys."""
 
     tokens: slice  # rows of the step's tokens
     query_len: int
     table: Tensor  # [num_seqs, width] int32, block 0 behind the sequence's own
-    context_lens: Tensor  # [num_seqs, 1, 1] int32
-    unwritten: Tensor  # [num_seqs, 1, keys] bool: keys are counted in whole blocks
-    masks: dict[int | None, Tensor] = field(default_factory=dict)  # for each window, as the next
+    context_lens: Tensor  # [num_seqs, 1] int32
+    # Made by the first layer, for the others; layers with a window have their own.
     bags: dict[int | None, Bags] = field(default_factory=dict)
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
 
-    def hidden(self, window: int | None) -> Tensor:
-        """What each query must not look at: [num_seqs, query_len, 1, keys]."""
-        if window not in self.masks:
-            keys = torch.arange(self.unwritten.shape[-1], device=self.table.device)
-            queries = torch.arange(self.query_len, device=self.table.device)[:, None]
-            positions = self.context_lens - self.query_len + queries  # [num_seqs, query_len, 1]
-            hidden = keys > positions  # what is not written lies behind the last position
-            if window is not None:
-                hidden |= keys <= positions - window
-            self.masks[window] = hidden[:, :, None]
-        return self.masks[window]
+    def visible(self, window: int | None) -> tuple[Tensor, Tensor]:
+        """The keys that each query sees, [first, last), both [num_seqs, query_len] int32."""
+        queries = torch.arange(self.query_len, dtype=torch.int32, device=self.table.device)
+        last = (self.context_lens - self.query_len + queries + 1).clamp(min=0)
+        first = (last - (last if window is None else window)).clamp(min=0)
+        return first, last
 
 
 @dataclass
@@ -209,45 +206,50 @@ class ReferenceAttention(Backend):
                window: int | None) -> Tensor:
         assert q.dtype == cache.dtype and q.stride(-1) == 1 and q.shape[1] % cache.shape[2] == 0
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        q = q * scale
         k_pool, v_pool = self.pools(cache)
         for group in self._plan(metadata, cache).groups:
             in_place = group.query_len <= self.max_bag_queries
             attend = self._attend_in_place if in_place else self._attend_gathered
-            out[group.tokens] = attend(q[group.tokens], k_pool, v_pool, group, window)
+            out[group.tokens] = attend(q[group.tokens], k_pool, v_pool, group, scale, window)
         return out
 
     def _attend_in_place(self, q: Tensor, k_pool: Tensor, v_pool: Tensor, group: Group,
-                         window: int | None) -> Tensor:
-        num_kv_heads, block_size, head_dim = v_pool.shape[1:]
-        num_heads = q.shape[1]
-        hidden = group.hidden(window)
+                         scale: float, window: int | None) -> Tensor:
+        num_heads, head_dim = q.shape[1:]
         if window not in group.bags:
-            group.bags[window] = make_bags(
-                ~hidden, group.table, num_heads, num_kv_heads, head_dim, block_size)
+            group.bags[window] = make_bags(group, window, q, v_pool)
         bags = group.bags[window]
-        weights = q.reshape(-1, head_dim).index_select(0, bags.query_rows)  # [K bags, head_dim]
-        scores = sum_rows(k_pool.view(-1, block_size), bags.k_rows, bags.k_offsets, weights)
-        scores = scores.view(len(hidden), group.query_len, num_heads, -1)  # [..., keys]
-        scores.masked_fill_(hidden, float("-inf"))
+        q = (q * scale).view(-1, head_dim)
+        weights = q.index_select(0, bags.query_rows)  # [K bags, head_dim]
+        scores = sum_rows(k_pool.view(-1, k_pool.shape[-1]), bags.k_rows, bags.k_offsets, weights)
+        scores = scores.view(-1, group.query_len, num_heads, bags.keep.shape[-1])
+        # masked_fill_, but masked_fill_ takes four times as long. NaN must not come through, as it
+        # would if -inf were added.
+        scores.view(bags.keep.dtype).bitwise_and_(bags.keep).bitwise_or_(bags.minus_inf)
         probs = scores.softmax(-1).flatten().index_select(0, bags.picked)  # [visible pairs]
         out = sum_rows(v_pool.view(-1, head_dim), bags.v_rows, bags.v_offsets, probs)
         return out.view(-1, num_heads, head_dim)
 
     def _attend_gathered(self, q: Tensor, k_pool: Tensor, v_pool: Tensor, group: Group,
-                         window: int | None) -> Tensor:
+                         scale: float, window: int | None) -> Tensor:
         num_heads, head_dim = q.shape[1:]
         # Both become [num_seqs, kv_heads, keys, head_dim].
         k = k_pool[group.table].permute(0, 2, 1, 4, 3).flatten(2, 3)
         v = v_pool[group.table].transpose(1, 2).flatten(2, 3)
+        keys = torch.arange(k.shape[2], device=q.device)
         # The mask hides what is not written, but 0 * NaN is NaN.
-        for gathered in (k, v):
-            gathered.masked_fill_(group.unwritten[..., None], 0)
-        # A row without keys sees these zeros, so that it gives 0.
-        hidden = group.hidden(window).transpose(1, 2) & (group.context_lens > 0)[..., None]
+        unwritten = (keys >= group.context_lens)[:, None, :, None]  # [num_seqs, 1, keys, 1]
+        k.masked_fill_(unwritten, 0)
+        v.masked_fill_(unwritten, 0)
+        if window not in group.masks:
+            first, last = (bound[..., None] for bound in group.visible(window))
+            # A row without keys sees these zeros, so that it gives 0.
+            hidden = ((keys < first) | (keys >= last)) & (last > 0)  # [num_seqs, query_len, keys]
+            group.masks[window] = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(
+                hidden, float("-inf"))[:, None]
         q = q.unflatten(0, (-1, group.query_len)).transpose(1, 2)
         out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=~hidden, scale=1.0, enable_gqa=True)
+            q, k, v, attn_mask=group.masks[window], scale=scale, enable_gqa=True)
         return out.transpose(1, 2).reshape(-1, num_heads, head_dim)
 
     def _plan(self, metadata: AttentionMetadata, cache: Tensor) -> ReferencePlan:
@@ -271,22 +273,27 @@ class ReferenceAttention(Backend):
         while first < len(lens):
             query_len = starts[first + 1] - starts[first]
             last = first + 1
-            # Scores are padded to the longest, which is to be less than twice the shortest.
             while (last < len(lens) and starts[last + 1] - starts[last] == query_len
-                   and lens[last].bit_length() == lens[first].bit_length()):
+                   and length_class(lens[last]) == length_class(lens[first])):
                 last += 1
             width = max(1, -(-max(lens[first:last]) // block_size))
-            context_lens = metadata.context_lens[first:last, None, None]
-            keys = torch.arange(width * block_size, device=tables.device)
+            context_lens = metadata.context_lens[first:last, None]
+            firsts = torch.arange(0, width * block_size, block_size, device=tables.device)
             # What stands in a table behind the sequence's blocks may be anything.
-            is_own = keys[::block_size] < context_lens[:, 0]  # [num_seqs, width]
-            groups.append(Group(
-                slice(starts[first], starts[last]), query_len,
-                torch.where(is_own, tables[first:last, :width], 0), context_lens,
-                keys >= context_lens))
+            table = torch.where(firsts < context_lens, tables[first:last, :width], 0)
+            groups.append(Group(slice(starts[first], starts[last]), query_len, table, context_lens))
             first = last
         return ReferencePlan(metadata.slot_mapping // block_size,
                              metadata.slot_mapping % block_size, groups)
+
+
+def length_class(num_keys: int) -> int:
+    """Sequences of one class are computed together, their scores padded to the longest.
+
+    A class ends at 8 times its beginning: a score that is masked costs a sixteenth of one that is
+    computed, so less than the operators of another group.
+    """
+    return -(-num_keys.bit_length() // 3)
 
 
 def sum_rows(rows: Tensor, index: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
@@ -294,34 +301,53 @@ def sum_rows(rows: Tensor, index: Tensor, offsets: Tensor, weights: Tensor) -> T
     return F.embedding_bag(index, rows, offsets, mode="sum", per_sample_weights=weights.flatten())
 
 
-def make_bags(visible: Tensor, table: Tensor, num_heads: int, num_kv_heads: int, head_dim: int,
-              block_size: int) -> Bags:
-    """visible: [num_seqs, query_len, 1, keys]; table: [num_seqs, width]."""
-    num_seqs, query_len, _, num_keys = visible.shape
+def make_bags(group: Group, window: int | None, q: Tensor, v_pool: Tensor) -> Bags:
+    """q: [num_seqs * query_len, heads, head_dim]; v_pool: [blocks, kv_heads, block_size, head_dim]
+    """
+    num_heads, head_dim = q.shape[1:]
+    num_kv_heads, block_size = v_pool.shape[1:3]
+    width = group.table.shape[1]
+    num_keys = width * block_size
 
     def arange(size: int) -> Tensor:
-        return torch.arange(size, dtype=torch.int32, device=table.device)
+        return torch.arange(size, dtype=torch.int32, device=q.device)
 
-    def offsets(sizes: Tensor) -> Tensor:
-        return (sizes.cumsum(0) - sizes).to(torch.int32)
+    first, last = group.visible(window)  # [num_seqs, query_len]
+    hidden = (arange(num_keys) < first[..., None]) | (arange(num_keys) >= last[..., None])
+    bits = {2: torch.int16, 4: torch.int32}[q.dtype.itemsize]
+    minus_inf = torch.full_like(hidden, float("-inf"), dtype=q.dtype).view(bits)
 
-    shape = (num_seqs, query_len, num_heads)
-    kv_head = arange(num_heads) // (num_heads // num_kv_heads)
-    heads = table[:, None, None] * num_kv_heads + kv_head[:, None]  # [num_seqs, 1, heads, width]
-    # K: for each query and head, a bag for each block that it sees something of.
-    seen = visible.unflatten(-1, (-1, block_size)).any(-1).expand(*shape, -1)
-    first_rows = heads.expand_as(seen)[seen] * head_dim
-    query_rows = arange(num_seqs * query_len * num_heads).view(*shape, 1).expand_as(seen)[seen]
-    # V: for each query and head, one bag of what it sees.
+    # From here on a row is one query of one head: [num_seqs * query_len * heads].
+    first, last = (bound.flatten().repeat_interleave(num_heads) for bound in (first, last))
+    rows = arange(len(first))
+    kv_heads = arange(num_heads) // (num_heads // num_kv_heads)
+    heads = group.table[:, None, None] * num_kv_heads + kv_heads[:, None]
+    heads = heads.expand(-1, group.query_len, -1, -1)  # [num_seqs, query_len, heads, width]
+    # K: for each row, a bag for each block that it sees something of.
+    first_block, last_block = first // block_size, (last + block_size - 1) // block_size
+    seen = concat_ranges(rows * width + first_block, last_block - first_block)
+    k_rows = heads.flatten()[seen, None] * head_dim + arange(head_dim)  # [K bags, head_dim]
+    sizes = torch.zeros(len(rows) * width, dtype=torch.int32, device=q.device)
+    sizes[seen] = head_dim
+    # V: for each row, one bag of what it sees.
+    picked = concat_ranges(rows * num_keys + first, last - first)
     slots = heads[..., None] * block_size + arange(block_size)
-    pairs = visible.expand(*shape, num_keys)
     return Bags(
-        query_rows=query_rows,
-        k_rows=(first_rows[:, None] + arange(head_dim)).flatten(),
-        k_offsets=offsets(seen.flatten() * head_dim),
-        picked=pairs.flatten().nonzero()[:, 0].to(torch.int32),
-        v_rows=slots.flatten(-2).expand_as(pairs)[pairs],
-        v_offsets=offsets(pairs.sum(-1).flatten()))
+        query_rows=seen // width, k_rows=k_rows.flatten(), k_offsets=exclusive_sum(sizes),
+        keep=torch.where(hidden, 0, -1).to(bits)[:, :, None],
+        minus_inf=torch.where(hidden, minus_inf, 0)[:, :, None],
+        picked=picked, v_rows=slots.flatten().index_select(0, picked),
+        v_offsets=exclusive_sum(last - first))
+
+
+def exclusive_sum(sizes: Tensor) -> Tensor:
+    return (sizes.cumsum(0) - sizes).to(torch.int32)
+
+
+def concat_ranges(starts: Tensor, sizes: Tensor) -> Tensor:
+    """start, start + 1, ... start + size - 1 for each pair, one behind the other, as int32."""
+    shifts = (starts - exclusive_sum(sizes)).repeat_interleave(sizes)
+    return shifts + torch.arange(len(shifts), dtype=torch.int32, device=starts.device)
 
 
 # ---- the choice, once at start-up ------------------------------------------------------------

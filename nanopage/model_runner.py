@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanopage.attention import AttentionMetadata, choose_backend
+from nanopage.attention import AttentionMetadata, choose_backend, length_class
 from nanopage.config import EngineConfig
 from nanopage.layers import CausalLM, head_dim_of
 from nanopage.sampler import SampleRow, sample, to_device, top_logprobs
@@ -225,7 +225,7 @@ class ModelRunner:
         # further, so that each of its threads meets long ones and short ones.
         sequences = sorted(batch.sequences, key=lambda seq: (
             seq.num_scheduled_tokens,
-            (seq.num_computed_tokens + seq.num_scheduled_tokens).bit_length()))
+            length_class(seq.num_computed_tokens + seq.num_scheduled_tokens)))
         starts, token_ids, positions, metadata = self._prepare_inputs(sequences)
         if self.decode_graph is not None and metadata.query_len == 1:
             hidden = self.decode_graph.replay(token_ids, positions, metadata)
