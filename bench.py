@@ -65,6 +65,12 @@ def throughput_workload(args: argparse.Namespace) -> list[tuple[list[int], int]]
              generator.randint(low_out, high_out)) for _ in range(args.num_seqs)]
 
 
+def params_of(workload: list, params_class: type, temperature: float) -> list:
+    """As many tokens as the workload says, whatever they are."""
+    return [params_class(temperature=temperature, ignore_eos=True, max_tokens=length)
+            for _, length in workload]
+
+
 def engine_options(args: argparse.Namespace) -> dict:
     names = ("dtype", "block_size", "num_blocks", "max_num_seqs", "max_num_batched_tokens",
              "enforce_eager", "attention_backend")
@@ -200,8 +206,7 @@ def run_throughput(args: argparse.Namespace) -> tuple[dict, "Recorder"]:
     llm = make_llm(args)
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)
     recorder = Recorder(llm)
-    params = [SamplingParams(temperature=args.temperature, ignore_eos=True, max_tokens=length)
-              for _, length in workload]
+    params = params_of(workload, SamplingParams, args.temperature)
     start = time.perf_counter()
     outputs = llm.generate([prompt for prompt, _ in workload], params, use_tqdm=False)
     seconds = time.perf_counter() - start
@@ -277,16 +282,14 @@ def worker_nanovllm(args: argparse.Namespace) -> tuple[int, float]:
     workload = throughput_workload(args)
     llm = LLM(args.model, max_model_len=args.input_len[1] + args.output_len[1])
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)
-    params = [SamplingParams(temperature=max(args.temperature, 0.01), ignore_eos=True,
-                             max_tokens=length) for _, length in workload]
+    params = params_of(workload, SamplingParams, max(args.temperature, 0.01))
     start = time.perf_counter()
     llm.generate([prompt for prompt, _ in workload], params, use_tqdm=False)
     return sum(length for _, length in workload), time.perf_counter() - start
 
 
 def run_vllm_api(llm, params_class, workload, args: argparse.Namespace) -> tuple[int, float]:
-    params = [params_class(temperature=args.temperature, ignore_eos=True, max_tokens=length)
-              for _, length in workload]
+    params = params_of(workload, params_class, args.temperature)
     prompts = [{"prompt_token_ids": prompt} for prompt, _ in workload]
     start = time.perf_counter()
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -401,8 +404,7 @@ def bench_fragmentation(args: argparse.Namespace) -> list[dict]:
         llm = make_llm(args, block_size=block_size, num_blocks=num_slots // block_size,
                        max_model_len=longest, enable_prefix_caching=False)
         recorder = Recorder(llm)
-        params = [SamplingParams(temperature=0, ignore_eos=True, max_tokens=length)
-                  for _, length in workload]
+        params = params_of(workload, SamplingParams, args.temperature)
         start = time.perf_counter()
         llm.generate([prompt for prompt, _ in workload], params, use_tqdm=False)
         seconds = time.perf_counter() - start

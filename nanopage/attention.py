@@ -302,8 +302,7 @@ def sum_rows(rows: Tensor, index: Tensor, offsets: Tensor, weights: Tensor) -> T
 
 
 def make_bags(group: Group, window: int | None, q: Tensor, v_pool: Tensor) -> Bags:
-    """q: [num_seqs * query_len, heads, head_dim]; v_pool: [blocks, kv_heads, block_size, head_dim]
-    """
+    """q: [num_seqs * query_len, heads, head_dim]; v_pool as `pools` returns it."""
     num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = v_pool.shape[1:3]
     width = group.table.shape[1]
