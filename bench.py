@@ -404,7 +404,7 @@ def bench_fragmentation(args: argparse.Namespace) -> list[dict]:
         llm = make_llm(args, block_size=block_size, num_blocks=num_slots // block_size,
                        max_model_len=longest, enable_prefix_caching=False)
         recorder = Recorder(llm)
-        params = params_of(workload, SamplingParams, args.temperature)
+        params = params_of(workload, SamplingParams, temperature=0.0)
         start = time.perf_counter()
         llm.generate([prompt for prompt, _ in workload], params, use_tqdm=False)
         seconds = time.perf_counter() - start
