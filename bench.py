@@ -410,10 +410,12 @@ def bench_fragmentation(args: argparse.Namespace) -> list[dict]:
         seconds = time.perf_counter() - start
         recorder.stop()
         running = [step[1] for step in recorder.steps]
+        in_demand = [step[1] for step in recorder.steps if step[2]]  # others wait for memory
         metrics = llm.metrics()
         rows.append({
             "block size": block_size, "slots with tokens %": 100 * (1 - metrics.kv_waste),
-            "running, mean": statistics.mean(running), "most": max(running),
+            "running, mean": statistics.mean(running),
+            "while others wait": statistics.mean(in_demand or running), "most": max(running),
             "preempted": metrics.num_preemptions,
             "output tok/s": sum(length for _, length in workload) / seconds})
     for row in rows:

@@ -111,7 +111,15 @@ class PromptLookup:
 
 
 class Scheduler:
-    """The waiting and the running, and the loop that moves them."""
+    """The waiting and the running, and the loop that moves them.
+
+    Allocation on demand admits a request as soon as its prompt fits, and soon preempts it again if
+    that takes the blocks into which the others are about to grow. So a newcomer leaves room for
+    `headroom` more tokens of each running sequence, though at most for an eighth of the pool. (vLLM
+    V0 calls such a reserve the watermark.)
+    """
+
+    headroom = 32  # more leaves blocks unused, less computes more preempted sequences again
 
     def __init__(self, block_manager: BlockManager, max_num_seqs: int,
                  max_num_batched_tokens: int, drafter: PromptLookup | None = None,
@@ -191,7 +199,11 @@ class Scheduler:
             num_hit = seq.num_computed_tokens
             num_new = min(seq.num_tokens - num_hit, self.max_num_batched_tokens - batch.num_tokens)
             num_needed = manager.num_blocks_needed(seq, num_hit + num_new)
-            if num_needed > manager.num_free_blocks:
+            # Beams wait for each other, so the rest of a beam search is let in wherever it fits.
+            headroom = 0 if seq.request.beam_search is not None else self.headroom
+            num_reserved = min(len(self.running) * headroom // manager.block_size,
+                               manager.num_blocks // 8)
+            if num_needed + num_reserved > manager.num_free_blocks:
                 manager.free(seq)
                 break
             self.waiting.pop(0)

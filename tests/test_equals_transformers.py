@@ -14,6 +14,7 @@ from conftest import (
 )
 
 from nanopage import SamplingParams
+from nanopage.scheduler import Scheduler
 
 LLAMA3 = dict(rope_type="llama3", rope_theta=10000.0, factor=8.0, low_freq_factor=1.0,
               high_freq_factor=4.0, original_max_position_embeddings=32)
@@ -156,6 +157,34 @@ def test_full_hits(r_model):
         longer = prompt + [3]
         assert generate(llm, [longer], max_tokens=6) == [hf_greedy(r_model, longer, 6)]
         check_idle(llm)
+
+
+def test_newcomers_leave_room_to_the_running(r_model, monkeypatch):
+    """Admitted as soon as they fit, they are soon preempted, and computed again."""
+    prompts = prompts_of([4, 20, 9, 13] * 6)
+    expected = [hf_greedy(r_model, p, 24) for p in prompts]
+    num_computed = []
+    for headroom in (0, 32):
+        monkeypatch.setattr(Scheduler, "headroom", headroom)
+        llm = make_engine(r_model, num_blocks=64, enable_prefix_caching=False)
+        num_tokens = count_tokens(llm)
+        assert generate(llm, prompts, max_tokens=24) == expected
+        assert llm.metrics().num_preemptions > 0
+        num_computed.append(sum(num_tokens))
+        check_idle(llm)
+    assert num_computed[1] < 0.9 * num_computed[0], num_computed
+
+
+def count_tokens(llm):
+    """The number of tokens of each step from now on."""
+    num_tokens, execute = [], llm.model_runner.execute
+
+    def counted(batch):
+        num_tokens.append(batch.num_tokens)
+        return execute(batch)
+
+    llm.model_runner.execute = counted
+    return num_tokens
 
 
 def test_forced_hash_collisions(r_model, monkeypatch):

@@ -267,6 +267,28 @@ def test_beams_under_pressure(model_dir, options):
     check_idle(llm, path)
 
 
+def test_preempted_beams_that_need_the_whole_pool(model_dir):
+    """They come back without leaving headroom, or the first would wait for the last for ever."""
+    path = model_dir("llama", vocab_size=24, initializer_range=0.15)
+    llm = make_engine(path, num_blocks=24, enable_prefix_caching=False)
+    step, num_steps = llm._step, 0
+
+    def watched():
+        nonlocal num_steps
+        num_steps += 1
+        touched = step()
+        if num_steps == 19:
+            while llm.scheduler.running:
+                llm.scheduler._preempt(llm.scheduler.running.pop())
+        return touched
+
+    llm._step = watched
+    output = llm.beam_search([[6, 7, 8]], BeamSearchParams(beam_width=4, max_tokens=21))[0]
+    assert_same_beams(our_beams(output), hf_beams(path, [6, 7, 8], 4, 21))
+    assert llm.metrics().peak_used_blocks == 24  # recomputed without the cache, they share nothing
+    check_idle(llm, path)
+
+
 def test_a_preempted_beam_makes_its_offers_anew(r_model):
     """Or its siblings would go on while it is recomputed, and fork from half of its blocks."""
     llm = make_engine(r_model)
