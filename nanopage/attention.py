@@ -147,10 +147,11 @@ class Bags:
 
 @dataclass
 class Group:
-    """Neighbouring sequences with as many queries, and keys of one `length_class`."""
+    """A chunk of a prompt; or neighbours with as many queries and keys of one `length_class`."""
 
     tokens: slice  # rows of the step's tokens
     query_len: int
+    num_keys: int  # of the longest
     table: Tensor  # [num_seqs, width] int32, block 0 behind the sequence's own
     context_lens: Tensor  # [num_seqs, 1] int32
     # Made by the first layer, for the others; layers with a window have their own.
@@ -237,24 +238,18 @@ class ReferenceAttention(Backend):
 
     def _attend_gathered(self, q: Tensor, k_pool: Tensor, v_pool: Tensor, group: Group,
                          scale: float, window: int | None) -> Tensor:
-        num_heads, head_dim = q.shape[1:]
-        # Both become [num_seqs, kv_heads, keys, head_dim].
-        k = k_pool[group.table].permute(0, 2, 1, 4, 3).flatten(2, 3)
-        v = v_pool[group.table].transpose(1, 2).flatten(2, 3)
-        keys = torch.arange(k.shape[2], device=q.device)
-        # The mask hides what is not written, but 0 * NaN is NaN.
-        unwritten = (keys >= group.context_lens)[:, None, :, None]  # [num_seqs, 1, keys, 1]
-        k.masked_fill_(unwritten, 0)
-        v.masked_fill_(unwritten, 0)
+        """One sequence: only what it has written is looked at, so nothing else needs hiding."""
+        table, num_keys = group.table[0], group.num_keys
+        k = k_pool.index_select(0, table).permute(1, 0, 3, 2).flatten(1, 2)[:, :num_keys]
+        v = v_pool.index_select(0, table).transpose(0, 1).flatten(1, 2)[:, :num_keys]
         if window not in group.masks:
-            # A sequence without keys sees these zeros, so that it gives 0.
-            hidden = group.hidden(window, len(keys)) & (group.context_lens > 0)[..., None]
+            hidden = group.hidden(window, num_keys)[0]  # [query_len, keys]
             group.masks[window] = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(
-                hidden, float("-inf"))[:, None]
-        q = q.unflatten(0, (-1, group.query_len)).transpose(1, 2)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=group.masks[window], scale=scale, enable_gqa=True)
-        return out.transpose(1, 2).reshape(-1, num_heads, head_dim)
+                hidden, float("-inf"))
+        out = F.scaled_dot_product_attention(  # [heads, query_len, head_dim], of 1 sequence
+            q.transpose(0, 1)[None], k[None], v[None], group.masks[window], scale=scale,
+            enable_gqa=True)
+        return out[0].transpose(0, 1)
 
     def _plan(self, metadata: AttentionMetadata, cache: Tensor) -> ReferencePlan:
         if metadata.plan is None:
@@ -277,15 +272,18 @@ class ReferenceAttention(Backend):
         while first < len(lens):
             query_len = starts[first + 1] - starts[first]
             last = first + 1
-            while (last < len(lens) and starts[last + 1] - starts[last] == query_len
+            while (query_len <= self.max_bag_queries and last < len(lens)
+                   and starts[last + 1] - starts[last] == query_len
                    and length_class(lens[last]) == length_class(lens[first])):
                 last += 1
-            width = max(1, -(-max(lens[first:last]) // block_size))
+            num_keys = max(lens[first:last])
+            width = max(1, -(-num_keys // block_size))
             context_lens = metadata.context_lens[first:last, None]
             firsts = torch.arange(0, width * block_size, block_size, device=tables.device)
             # What stands in a table behind the sequence's blocks may be anything.
             table = torch.where(firsts < context_lens, tables[first:last, :width], 0)
-            groups.append(Group(slice(starts[first], starts[last]), query_len, table, context_lens))
+            groups.append(Group(slice(starts[first], starts[last]), query_len, num_keys, table,
+                                context_lens))
             first = last
         return ReferencePlan(metadata.slot_mapping // block_size,
                              metadata.slot_mapping % block_size, groups)
