@@ -96,6 +96,25 @@ def test_rows_without_keys_give_zero():
     assert torch.equal(out[0], torch.ones(4, 8)) and torch.equal(out[1:], torch.zeros(2, 4, 8))
 
 
+@pytest.mark.parametrize("num_keys", [0, 3])
+def test_a_chunk_with_fewer_keys_than_queries(num_keys):
+    """Its first queries have none: zero, and the last see what there is."""
+    cache = torch.full((2, 3, 2, 4, 8), float("nan"))
+    metadata = AttentionMetadata(
+        slot_mapping=torch.arange(4, 4 + num_keys),
+        cu_seqlens_q=torch.tensor([0, 6], dtype=torch.int32),
+        cu_seqlens_k=torch.tensor([0, num_keys], dtype=torch.int32),
+        context_lens=torch.tensor([num_keys], dtype=torch.int32),
+        block_tables=torch.tensor([[1, 2]], dtype=torch.int32),
+        max_query_len=6, max_context_len=num_keys, query_len=None)
+    backend, ones = ReferenceAttention(), torch.ones(num_keys, 2, 8)
+    backend.store(ones, ones, cache, metadata)
+    out = backend.attend(torch.ones(6, 4, 8), cache, metadata, 1.0, None)
+    expected = torch.zeros(6, 4, 8)
+    expected[6 - num_keys:] = 1
+    torch.testing.assert_close(out, expected)
+
+
 @pytest.mark.parametrize("field, value", [
     ("block_tables", lambda t: t.long()), ("block_tables", lambda t: t.T.contiguous().T),
     ("context_lens", lambda t: t.long()), ("cu_seqlens_q", lambda t: t.float()),
