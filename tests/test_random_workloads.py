@@ -220,7 +220,7 @@ def resident_bytes():
 def soak(path, num_requests):
     """Requests through one engine whose pool always overflows; (memory, tokens/s) by tenths."""
     generator = random.Random(0)
-    llm = make_engine(path, num_blocks=24, max_num_seqs=16, speculative_config=NGRAM)
+    llm = make_engine(path, num_blocks=16, max_num_seqs=16, speculative_config=NGRAM)
     memory, rates = [], []
     for _ in range(10):
         start, num_tokens = time.perf_counter(), 0
@@ -231,11 +231,11 @@ def soak(path, num_requests):
                                      max_tokens=generator.randint(1, 12)) for i in range(50)]
             for output in llm.generate(batch, params, use_tqdm=False):
                 num_tokens += len(output.outputs[0].token_ids)
-            assert llm.num_free_blocks() == 24
+            assert llm.num_free_blocks() == 16
         rates.append(num_tokens / (time.perf_counter() - start))
         gc.collect()
         memory.append(resident_bytes())
-    assert llm.metrics().num_preemptions > num_requests // 100
+    assert llm.metrics().num_preemptions > num_requests // 50
     check_idle(llm)
     return memory, rates
 
