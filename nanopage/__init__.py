@@ -1,11 +1,10 @@
 """nanopage: PagedAttention, and the engine that grew around it, small enough to read.
 
-Reading order: sequence, block_manager, beam_search, scheduler, attention, layers, sampler,
-model_runner, engine.
+Reading order: sequence, block_manager, scheduler, attention, layers, sampler, model_runner, engine.
 """
 
-from nanopage.beam_search import BeamSearchParams
 from nanopage.engine import LLM
+from nanopage.proposals import BeamSearchParams
 from nanopage.sequence import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
 __all__ = ["LLM", "SamplingParams", "BeamSearchParams", "RequestOutput", "CompletionOutput",

@@ -5,9 +5,9 @@ One pool holds the cache of all layers: [num_layers, 2, num_blocks + 1, *block].
 block table, to the keys of its own sequence up to its own position.
 
 A backend is one implementation of the two. It owns the layout inside a block and nothing else.
-`ReferenceAttention` is the definition in plain torch, and also what runs on a CPU; it checks what
-flash-attn checks, so that a call that works here works there. On a GPU `FlashAttention` calls
-flash-attn, and `VarlenAttention` the kernel that torch itself brings.
+`ReferenceAttention` is the definition, in plain torch; it checks what flash-attn checks, so that a
+call that works here works there. On a GPU `FlashAttention` calls flash-attn, and `VarlenAttention`
+the kernel that torch itself brings. What is fast on a CPU is a leaf, cpu.py.
 
 Invariants: what a sequence has not written is never read into a result, be it NaN; a row without
 keys (padding) gives exactly 0.
@@ -18,15 +18,12 @@ Next: layers.py, the decoder around it.
 from __future__ import annotations
 
 import inspect
-import logging
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-logger = logging.getLogger("nanopage")
 
 
 @dataclass
@@ -37,15 +34,34 @@ class AttentionMetadata:
     queries of a sequence are its last tokens: context_lens counts them among the keys.
     """
 
-    slot_mapping: Tensor  # [num_tokens] int64: where the K and V of each token go
     cu_seqlens_q: Tensor  # [num_seqs + 1] int32: first token of each sequence
-    cu_seqlens_k: Tensor  # [num_seqs + 1] int32: the same, counted in keys
     context_lens: Tensor  # [num_seqs] int32: keys of each sequence
     block_tables: Tensor  # [num_seqs, width] int32, padded with the scratch block
     max_query_len: int
     max_context_len: int
     query_len: int | None  # queries of each sequence in a decode step (1 + drafts), else None
-    plan: ReferencePlan | None = None  # made once a step by the reference, used by its layers
+    positions: Tensor  # [num_tokens] int32: where each token stands in its sequence
+    slot_mapping: Tensor  # [num_tokens] int64: where its K and V go
+    cu_seqlens_k: Tensor  # [num_seqs + 1] int32: as cu_seqlens_q, counted in keys
+    memo: dict[Any, Any] = field(default_factory=dict)  # what a backend works out once for a step
+
+    @classmethod
+    def build(cls, cu_seqlens_q: Tensor, context_lens: Tensor, block_tables: Tensor,
+              num_tokens: int, block_size: int, **others: Any) -> AttentionMetadata:
+        """Where each token stands, and its slot, follow from the lengths and the block tables.
+
+        They are worked out on the device, inside a captured graph too. Padding needs no case of its
+        own: behind a sequence's blocks its table names block 0, the scratch block.
+        """
+        ends = cu_seqlens_q.narrow(0, 1, len(context_lens))
+        tokens = torch.arange(num_tokens, dtype=torch.int32, device=ends.device)
+        seqs = torch.searchsorted(ends, tokens, right=True)  # [num_tokens]: whose token it is
+        positions = tokens - ends.index_select(0, seqs) + context_lens.index_select(0, seqs)
+        entries = (positions // block_size).clamp(min=0).long()  # less where there are no keys
+        blocks = block_tables.index_select(0, seqs).gather(1, entries.unsqueeze(1)).squeeze(1).long()
+        return cls(cu_seqlens_q, context_lens, block_tables, positions=positions,
+                   slot_mapping=blocks * block_size + positions % block_size,
+                   cu_seqlens_k=F.pad(context_lens.cumsum(0, dtype=torch.int32), (1, 0)), **others)
 
 
 class Backend:
@@ -72,6 +88,56 @@ class Backend:
         given. Returns [num_tokens, heads, head_dim].
         """
         raise NotImplementedError
+
+
+def check_metadata(metadata: AttentionMetadata) -> None:
+    """What flash-attn demands."""
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "context_lens"):
+        lengths = getattr(metadata, name)
+        assert lengths.dtype == torch.int32 and lengths.is_contiguous(), name
+    tables = metadata.block_tables
+    assert tables.dtype == torch.int32 and tables.dim() == 2 and tables.stride(1) == 1
+    assert metadata.slot_mapping.dtype == torch.int64
+
+
+class ReferenceAttention(Backend):
+    """The definition: gather a sequence's blocks, cut to what is written, attend."""
+
+    name = "reference"
+    is_capturable = False  # reads the lengths on the host
+
+    def store(self, k: Tensor, v: Tensor, cache: Tensor, metadata: AttentionMetadata) -> None:
+        check_metadata(metadata)
+        super().store(k, v, cache, metadata)
+
+    def attend(self, q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float,
+               window: int | None) -> Tensor:
+        assert q.dtype == cache.dtype and q.stride(-1) == 1 and q.shape[1] % cache.shape[3] == 0
+        query_lens = metadata.cu_seqlens_q.diff().tolist()
+        out = []
+        for q_seq, table, num_keys in zip(q.split(query_lens), metadata.block_tables,
+                                          metadata.context_lens.tolist()):
+            # K and V: [num_keys, kv_heads, head_dim]
+            table = table[:-(-num_keys // cache.shape[2])]
+            k, v = cache[:, table].flatten(1, 2)[:, :num_keys]
+            hidden = hidden_keys(len(q_seq), num_keys, window).to(q.device)
+            out.append(attend_densely(q_seq, k, v, hidden, scale))
+        return torch.cat(out)
+
+
+def hidden_keys(num_queries: int, num_keys: int, window: int | None) -> Tensor:
+    """What each query must not see, [num_queries, num_keys]: the queries are the last tokens."""
+    distances = (torch.arange(num_keys - num_queries, num_keys)[:, None]
+                 - torch.arange(num_keys)[None])  # how far the key lies before the query
+    return (distances < 0) | (distances >= (window or num_keys + 1))
+
+
+def attend_densely(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> Tensor:
+    """q: [queries, heads, head_dim]; k, v: [keys, kv_heads, head_dim]; returns as q."""
+    mask = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, tokens, head_dim]
+    out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
 
 
 class FlashAttention(Backend):
@@ -126,275 +192,3 @@ class VarlenAttention(Backend):
             metadata.max_query_len, metadata.max_context_len, scale=scale,
             window_size=window_size, enable_gqa=is_gqa, seqused_k=metadata.context_lens,
             block_table=metadata.block_tables, num_splits=num_splits)
-
-
-@dataclass
-class Bags:
-    """Which rows of the pool are summed for whom: two calls of embedding_bag.
-
-    A bag is a run of rows, and offsets say where each begins; the sum of an empty one is 0.
-    """
-
-    query_rows: Tensor  # [K bags] int32: the (token, head) of the group whose query weighs a bag
-    k_rows: Tensor  # [K bags * head_dim] int32: rows (block, KV head, dimension)
-    k_offsets: Tensor  # [num_seqs * query_len * heads * width] int32
-    keep: Tensor  # [num_seqs, query_len, 1, keys]: all bits, or none where a score is hidden
-    minus_inf: Tensor  # the same shape: no bit, or those of -inf
-    picked: Tensor  # [visible pairs] int32: where their probabilities stand among all
-    v_rows: Tensor  # [visible pairs] int32: rows (block, KV head, offset)
-    v_offsets: Tensor  # [num_seqs * query_len * heads] int32
-
-
-@dataclass
-class Group:
-    """A chunk of a prompt; or neighbours with as many queries and keys of one `length_class`."""
-
-    tokens: slice  # rows of the step's tokens
-    query_len: int
-    num_keys: int  # of the longest
-    table: Tensor  # [num_seqs, width] int32, block 0 behind the sequence's own
-    context_lens: Tensor  # [num_seqs, 1] int32
-    # Made by the first layer, for the others; layers with a window have their own.
-    bags: dict[int | None, Bags] = field(default_factory=dict)
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
-
-    def visible(self, window: int | None) -> tuple[Tensor, Tensor]:
-        """The keys that each query sees, [first, last), both [num_seqs, query_len] int32."""
-        queries = torch.arange(self.query_len, dtype=torch.int32, device=self.table.device)
-        last = (self.context_lens - self.query_len + queries + 1).clamp(min=0)
-        first = torch.zeros_like(last) if window is None else (last - window).clamp(min=0)
-        return first, last
-
-    def hidden(self, window: int | None, num_keys: int) -> Tensor:
-        """What each query must not look at: [num_seqs, query_len, keys] bool."""
-        keys = torch.arange(num_keys, dtype=torch.int32, device=self.table.device)
-        first, last = self.visible(window)
-        return (keys < first[..., None]) | (keys >= last[..., None])
-
-
-@dataclass
-class ReferencePlan:
-    blocks: Tensor  # [num_tokens] int64, as is the next
-    offsets: Tensor
-    groups: list[Group]
-
-
-class ReferenceAttention(Backend):
-    """Paged attention in plain torch, which reads the pool where it lies.
-
-    Both halves of attention are weighted sums of rows. With K stored as [head_dim, block_size], the
-    scores of a block's tokens are the sum of its rows weighted by the query; the result is the sum
-    of the rows of V weighted by the probabilities. `embedding_bag` sums rows picked by an index: it
-    does what vLLM's kernel does (csrc/attention), and copies neither K nor V.
-
-    Long chunks of a prompt have many queries for the same keys: there it is cheaper to gather the
-    keys once.
-    """
-
-    name = "reference"
-    is_capturable = False
-    max_bag_queries = 4
-
-    def block_shape(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        return num_kv_heads, block_size, head_dim
-
-    def pools(self, cache: Tensor) -> tuple[Tensor, Tensor]:
-        """K: [num_blocks + 1, kv_heads, head_dim, block_size]; V: the last two the other way."""
-        num_blocks, num_kv_heads, block_size, head_dim = cache.shape[1:]
-        return cache[0].view(num_blocks, num_kv_heads, head_dim, block_size), cache[1]
-
-    def store(self, k: Tensor, v: Tensor, cache: Tensor, metadata: AttentionMetadata) -> None:
-        plan = self._plan(metadata, cache)
-        k_pool, v_pool = self.pools(cache)
-        k_pool[plan.blocks, :, :, plan.offsets] = k
-        v_pool[plan.blocks, :, plan.offsets] = v
-
-    def attend(self, q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float,
-               window: int | None) -> Tensor:
-        assert q.dtype == cache.dtype and q.stride(-1) == 1 and q.shape[1] % cache.shape[2] == 0
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        k_pool, v_pool = self.pools(cache)
-        for group in self._plan(metadata, cache).groups:
-            in_place = group.query_len <= self.max_bag_queries
-            attend = self._attend_in_place if in_place else self._attend_gathered
-            out[group.tokens] = attend(q[group.tokens], k_pool, v_pool, group, scale, window)
-        return out
-
-    def _attend_in_place(self, q: Tensor, k_pool: Tensor, v_pool: Tensor, group: Group,
-                         scale: float, window: int | None) -> Tensor:
-        num_heads, head_dim = q.shape[1:]
-        if window not in group.bags:
-            group.bags[window] = make_bags(group, window, q, v_pool)
-        bags = group.bags[window]
-        q = (q * scale).reshape(-1, head_dim)
-        weights = q.index_select(0, bags.query_rows)  # [K bags, head_dim]
-        scores = sum_rows(k_pool.view(-1, k_pool.shape[-1]), bags.k_rows, bags.k_offsets, weights)
-        scores = scores.view(-1, group.query_len, num_heads, bags.keep.shape[-1])
-        # This is masked_fill_ in a quarter of its time. Adding -inf would let NaN through.
-        scores.view(bags.keep.dtype).bitwise_and_(bags.keep).bitwise_or_(bags.minus_inf)
-        probs = scores.softmax(-1).flatten().index_select(0, bags.picked)  # [visible pairs]
-        out = sum_rows(v_pool.view(-1, head_dim), bags.v_rows, bags.v_offsets, probs)
-        return out.view(-1, num_heads, head_dim)
-
-    def _attend_gathered(self, q: Tensor, k_pool: Tensor, v_pool: Tensor, group: Group,
-                         scale: float, window: int | None) -> Tensor:
-        """One sequence: only what it has written is looked at, so nothing else needs hiding."""
-        table, num_keys = group.table[0], group.num_keys
-        k = k_pool.index_select(0, table).permute(1, 0, 3, 2).flatten(1, 2)[:, :num_keys]
-        v = v_pool.index_select(0, table).transpose(0, 1).flatten(1, 2)[:, :num_keys]
-        if window not in group.masks:
-            hidden = group.hidden(window, num_keys)[0]  # [query_len, keys]
-            group.masks[window] = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(
-                hidden, float("-inf"))
-        out = F.scaled_dot_product_attention(  # [heads, query_len, head_dim], of 1 sequence
-            q.transpose(0, 1)[None], k[None], v[None], group.masks[window], scale=scale,
-            enable_gqa=True)
-        return out[0].transpose(0, 1)
-
-    def _plan(self, metadata: AttentionMetadata, cache: Tensor) -> ReferencePlan:
-        if metadata.plan is None:
-            metadata.plan = self._make_plan(metadata, cache.shape[3])
-        return metadata.plan
-
-    def _make_plan(self, metadata: AttentionMetadata, block_size: int) -> ReferencePlan:
-        """All index arithmetic of a step, shared by its layers."""
-        tables = metadata.block_tables
-        for name in ("cu_seqlens_q", "cu_seqlens_k", "context_lens"):
-            lengths = getattr(metadata, name)
-            assert lengths.dtype == torch.int32 and lengths.is_contiguous(), name
-        assert tables.dtype == torch.int32 and tables.dim() == 2 and tables.stride(1) == 1
-        assert metadata.slot_mapping.dtype == torch.int64
-
-        groups = []
-        starts = metadata.cu_seqlens_q.tolist()
-        lens = metadata.context_lens.tolist()
-        first = 0
-        while first < len(lens):
-            query_len = starts[first + 1] - starts[first]
-            last = first + 1
-            while (query_len <= self.max_bag_queries and last < len(lens)
-                   and starts[last + 1] - starts[last] == query_len
-                   and length_class(lens[last]) == length_class(lens[first])):
-                last += 1
-            num_keys = max(lens[first:last])
-            width = max(1, -(-num_keys // block_size))
-            context_lens = metadata.context_lens[first:last, None]
-            firsts = torch.arange(0, width * block_size, block_size, device=tables.device)
-            # What stands in a table behind the sequence's blocks may be anything.
-            table = torch.where(firsts < context_lens, tables[first:last, :width], 0)
-            groups.append(Group(slice(starts[first], starts[last]), query_len, num_keys, table,
-                                context_lens))
-            first = last
-        return ReferencePlan(metadata.slot_mapping // block_size,
-                             metadata.slot_mapping % block_size, groups)
-
-
-def length_class(num_keys: int) -> int:
-    """Sequences of one class are computed together, their scores padded to the longest.
-
-    A class ends at 8 times its beginning: a score that is masked costs a sixteenth of one that is
-    computed, so less than the operators of another group.
-    """
-    return -(-num_keys.bit_length() // 3)
-
-
-def sum_rows(rows: Tensor, index: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
-    """out[i] = the weighted sum of the rows that bag i picks: [bags, row length]."""
-    return F.embedding_bag(index, rows, offsets, mode="sum", per_sample_weights=weights.flatten())
-
-
-def make_bags(group: Group, window: int | None, q: Tensor, v_pool: Tensor) -> Bags:
-    """q: [num_seqs * query_len, heads, head_dim]; v_pool as `pools` returns it."""
-    num_heads, head_dim = q.shape[1:]
-    num_kv_heads, block_size = v_pool.shape[1:3]
-    width = group.table.shape[1]
-    num_keys = width * block_size
-
-    def arange(size: int) -> Tensor:
-        return torch.arange(size, dtype=torch.int32, device=q.device)
-
-    hidden = group.hidden(window, num_keys)
-    bits = {2: torch.int16, 4: torch.int32}[q.dtype.itemsize]
-    minus_inf = torch.full_like(hidden, float("-inf"), dtype=q.dtype).view(bits)
-
-    # From here on a row is one query of one head: [num_seqs * query_len * heads].
-    first, last = (bound.flatten().repeat_interleave(num_heads)
-                   for bound in group.visible(window))
-    rows = arange(len(first))
-    kv_heads = arange(num_heads) // (num_heads // num_kv_heads)
-    heads = group.table[:, None, None] * num_kv_heads + kv_heads[:, None]
-    heads = heads.expand(-1, group.query_len, -1, -1)  # [num_seqs, query_len, heads, width]
-    # K: for each row, a bag for each block that it sees something of.
-    first_block, last_block = first // block_size, (last + block_size - 1) // block_size
-    seen = concat_ranges(rows * width + first_block, last_block - first_block)
-    k_rows = heads.flatten()[seen, None] * head_dim + arange(head_dim)  # [K bags, head_dim]
-    sizes = torch.zeros(len(rows) * width, dtype=torch.int32, device=q.device)
-    sizes[seen] = head_dim
-    # V: for each row, one bag of what it sees.
-    picked = concat_ranges(rows * num_keys + first, last - first)
-    slots = heads[..., None] * block_size + arange(block_size)
-    return Bags(
-        query_rows=seen // width, k_rows=k_rows.flatten(), k_offsets=exclusive_sum(sizes),
-        keep=torch.where(hidden, 0, -1).to(bits)[:, :, None],
-        minus_inf=torch.where(hidden, minus_inf, 0)[:, :, None],
-        picked=picked, v_rows=slots.flatten().index_select(0, picked),
-        v_offsets=exclusive_sum(last - first))
-
-
-def exclusive_sum(sizes: Tensor) -> Tensor:
-    return (sizes.cumsum(0) - sizes).to(torch.int32)
-
-
-def concat_ranges(starts: Tensor, sizes: Tensor) -> Tensor:
-    """start, start + 1, ... start + size - 1 for each pair, one behind the other, as int32."""
-    shifts = (starts - exclusive_sum(sizes)).repeat_interleave(sizes)
-    return shifts + torch.arange(len(shifts), dtype=torch.int32, device=starts.device)
-
-
-# ---- the choice, once at start-up ------------------------------------------------------------
-
-BACKENDS: dict[str, type[Backend]] = {
-    "flash": FlashAttention, "varlen": VarlenAttention, "reference": ReferenceAttention}
-
-
-def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int,
-                   block_size: int) -> Backend:
-    """The first of `BACKENDS` that can work here, or the one that is wanted.
-
-    Raises ValueError that says why, if that one cannot.
-    """
-    if wanted not in ("auto", *BACKENDS):
-        raise ValueError(f"attention_backend={wanted!r}: must be 'auto', {', '.join(BACKENDS)}")
-    reasons: list[str] = []
-    for name in BACKENDS if wanted == "auto" else (wanted,):
-        reason = None
-        if name != "reference":
-            reason = kernel_problem(device, dtype, head_dim, block_size)
-        if reason is None:
-            try:
-                backend = BACKENDS[name]()
-            except ImportError as error:  # a broken installation imports badly, so try it
-                reason = f"it does not import ({error})"
-            else:
-                logger.info("attention: %s%s", name, "".join(f"; {text}" for text in reasons))
-                return backend
-        reasons.append(f"not {name}: {reason}")
-    raise ValueError(f"attention_backend={wanted!r}: {reasons[0]}")
-
-
-def kernel_problem(device: torch.device, dtype: torch.dtype, head_dim: int,
-                   block_size: int) -> str | None:
-    """Why the CUDA kernels cannot work here; they all demand the same."""
-    if not has_kernels(device):
-        return f"it needs a CUDA device of compute capability 8.0 or later, this is {device}"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"it needs float16 or bfloat16, dtype is {dtype}"
-    if head_dim > 256 or head_dim % 8:
-        return f"it needs a head_dim up to 256 and a multiple of 8, this is {head_dim}"
-    if block_size % 256:
-        return f"it needs a block_size that is a multiple of 256, this is {block_size}"
-    return None
-
-
-def has_kernels(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)

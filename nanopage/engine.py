@@ -3,43 +3,51 @@
 `LLM` follows vLLM's offline class (vllm/entrypoints/llm.py): same names, same defaults. Under every
 call lies one loop, `_step`:
 
-    batch   = scheduler.schedule()          who computes how many tokens; blocks are taken here
-    samples = model_runner.execute(batch)   copy blocks, forward, sample
-    touched = scheduler.update(samples)     append tokens, free the finished
+    batch   = scheduler.schedule()            who computes how many tokens; blocks are taken here
+    samples = model_runner.execute(batch)     copy blocks, forward, sample
+    touched = scheduler.update(batch, samples)   append tokens, free the finished
 
 Invariants: a call is checked as a whole before anything is queued; a caller's objects are neither
-kept nor changed; after an error or an interrupt the queues are empty and all blocks are free.
+kept nor changed; a call that is left early leaves nothing behind; after an error within a step the
+queues are empty and all blocks are free.
 
 This is the last file. To see it run: example.py.
 """
 
+from __future__ import annotations
+
 import random
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
-from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig
 
-from nanopage.beam_search import BeamSearch, BeamSearchParams
 from nanopage.block_manager import BlockManager
-from nanopage.config import EngineConfig
-from nanopage.layers import check_supported
+from nanopage.config import (
+    EngineConfig,
+    check_supported,
+    find_end_tokens,
+    load_tokenizer,
+    resolve_model,
+)
 from nanopage.model_runner import ModelRunner
+from nanopage.proposals import BeamRequest, BeamSearchParams
 from nanopage.scheduler import Metrics, Scheduler
 from nanopage.sequence import (
     CompletionOutput,
     Request,
     RequestOutput,
     SamplingParams,
-    check_bool,
     check_number,
 )
 
 Prompt = Any  # a string, token ids, or a dict of vLLM's with prompt or prompt_token_ids
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+Progress = bool | Callable[..., tqdm]  # False, True, or what makes a bar as tqdm does
 
 
 class LLM:
@@ -67,50 +75,55 @@ class LLM:
         self.random = random.Random(config.seed)
         self.num_requests = 0
         self.total = Metrics(num_blocks=self.model_runner.num_blocks)
+        # Those of add_request whose end `step` has not told yet, and those that it has news of.
         self.requests: dict[str, Request] = {}
-        self.scheduler: Scheduler
-        self._reset()
+        self.news: dict[str, Request] = {}
+        self.scheduler = self._make_scheduler()
 
     # ---- the loop ----------------------------------------------------------------------------
 
     def _step(self) -> list[Request]:
-        """One step of the engine. Returns the requests that got tokens."""
+        """One step of the engine, for all calls at once. Returns the requests that got tokens."""
         try:
             batch = self.scheduler.schedule()
             if not batch.sequences:
                 return []
             samples = self.model_runner.execute(batch)
-            return self.scheduler.update(samples)
+            touched = self.scheduler.update(batch, samples)
         except BaseException:
-            self._reset()
+            # No half-written block may survive, so queues, pool and prefix cache start afresh.
+            for seq in self.scheduler.running + self.scheduler.waiting:
+                self.scheduler.abort(seq.request)
+            self.requests, self.news = {}, {}
+            self.scheduler = self._make_scheduler()
             raise
-
-    def _advance(self) -> list[Request]:
-        """One step, on behalf of whichever call; the others find their results where they look."""
-        touched = self._step()
         for request in touched:
-            if request.finished:
-                self.requests.pop(request.request_id, None)
-                if request.is_stepwise:
-                    self.finished_aside.append(request)
+            if request.request_id in self.requests:
+                self.news[request.request_id] = request
         return touched
 
-    def _reset(self) -> None:
-        """Start afresh. After a fault in mid-step no half-written block may survive it."""
-        for request in self.requests.values():
-            self.scheduler.abort(request)
+    def _make_scheduler(self) -> Scheduler:
         manager = BlockManager(self.model_runner.num_blocks, self.config.block_size,
                                self.config.enable_prefix_caching)
-        self.scheduler = Scheduler(manager, self.config.max_decodes,
-                                   self.config.max_num_batched_tokens, self.drafter, self.total)
-        self.requests = {}
-        self.finished_aside: list[Request] = []  # ended while another call was stepping
+        return Scheduler(manager, self.config.max_decodes, self.config.max_num_batched_tokens,
+                         self.drafter, self.total)
+
+    def _run(self, requests: list[Request]) -> Iterator[list[Request]]:
+        """Step until these have ended; yields who got tokens. To close it early aborts them."""
+        try:
+            for request in requests:
+                self.scheduler.add(request)
+            while any(not request.finished for request in requests):
+                yield self._step()
+        finally:
+            for request in requests:
+                self.scheduler.abort(request)
 
     # ---- whole calls -------------------------------------------------------------------------
 
     def generate(self, prompts: Prompt,
                  sampling_params: SamplingParams | list[SamplingParams] | None = None,
-                 use_tqdm: bool | Callable[..., tqdm] = True,
+                 use_tqdm: Progress = True,
                  priority: list[int] | None = None) -> list[RequestOutput]:
         """Complete one prompt or many; returns a RequestOutput for each, in their order.
 
@@ -119,8 +132,6 @@ class LLM:
         Raises ValueError before anything runs.
         """
         prompts = as_list(prompts)
-        if not callable(use_tqdm):
-            check_bool("use_tqdm", use_tqdm)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
         priority = [0] * len(prompts) if priority is None else priority
@@ -129,11 +140,11 @@ class LLM:
                 raise ValueError(f"{name}={values!r}: must be one for each of the "
                                  f"{len(prompts)} prompts")
         requests = [self._make_request(*args) for args in zip(prompts, sampling_params, priority)]
-        return self._run(requests, use_tqdm)
+        return self._complete(requests, use_tqdm)
 
     def chat(self, messages: list[Any],
              sampling_params: SamplingParams | list[SamplingParams] | None = None,
-             use_tqdm: bool | Callable[..., tqdm] = True, chat_template: str | None = None,
+             use_tqdm: Progress = True, chat_template: str | None = None,
              add_generation_prompt: bool = True) -> list[RequestOutput]:
         """Answer one conversation, a list of {"role", "content"}, or a list of them."""
         if self.tokenizer is None:
@@ -142,7 +153,8 @@ class LLM:
             raise ValueError(f"messages={messages!r}: must be a conversation or a list of them")
         if not isinstance(chat_template, str | None):
             raise ValueError(f"chat_template={chat_template!r}: must be a string or None")
-        check_bool("add_generation_prompt", add_generation_prompt)
+        if not isinstance(add_generation_prompt, bool):
+            raise ValueError(f"add_generation_prompt={add_generation_prompt!r}: True or False")
         conversations = [messages] if isinstance(messages[0], dict) else messages
         prompts = []
         for conversation in conversations:
@@ -161,54 +173,31 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def beam_search(self, prompts: Prompt,
-                    params: BeamSearchParams) -> list[RequestOutput]:
+    def beam_search(self, prompts: Prompt, params: BeamSearchParams) -> list[RequestOutput]:
         """The `beam_width` best completions of each prompt, best first, as its `outputs`.
 
         A beam's score is cumulative_logprob / generated length ** length_penalty.
         Raises ValueError if the beams of a prompt cannot run and be held all at once.
         """
-        if not isinstance(params, BeamSearchParams):
-            raise ValueError(f"params={params!r}: must be a BeamSearchParams")
-        params = replace(params)
-        most = self.scheduler.max_num_seqs
-        if params.beam_width > most:
-            raise ValueError(f"beam_width={params.beam_width}: at most {most} sequences can run "
-                             "at once (max_num_seqs, max_num_batched_tokens)")
-        requests = []
-        for prompt in as_list(prompts):
-            search = BeamSearch(params, 0 if params.ignore_eos else len(self.end_token_ids))
-            sampling_params = SamplingParams(
-                temperature=0, max_tokens=params.max_tokens, ignore_eos=params.ignore_eos,
-                logprobs=search.num_candidates)
-            requests.append(self._make_request(prompt, sampling_params, 0, search))
-        return self._run(requests, use_tqdm=False)
+        return self._complete(self._make_beam_requests(prompts, params), use_tqdm=False)
 
-    def _run(self, requests: list[Request],
-             use_tqdm: bool | Callable[..., tqdm]) -> list[RequestOutput]:
-        """Run these requests to their end, and whatever else is under way."""
+    def _complete(self, requests: list[Request], use_tqdm: Progress) -> list[RequestOutput]:
+        if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
+            raise ValueError(f"use_tqdm={use_tqdm!r}: must be True, False or what makes a bar")
         mine = set(requests)
         num_prompt = num_output = 0
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
-        bar = make_bar(total=len(requests), desc="Processed prompts", disable=not use_tqdm)
-        try:
-            for request in requests:
-                self._queue(request)
-            while any(not request.finished for request in mine):
-                for request in self._advance():
-                    if not request.finished or request not in mine:
-                        continue
-                    num_prompt += len(request.prompt_token_ids)
-                    num_output += sum(seq.num_generated_tokens for seq in request.sequences)
-                    rate = 1 / max(bar.format_dict["elapsed"], 1e-9)
-                    bar.set_postfix_str(f"prompt: {num_prompt * rate:.0f} tok/s, "
-                                        f"output: {num_output * rate:.0f} tok/s", refresh=False)
-                    bar.update()
-        except BaseException:
-            self._reset()
-            raise
-        finally:
-            bar.close()
+        with (make_bar(total=len(requests), desc="Processed prompts", disable=not use_tqdm) as bar,
+              closing(self._run(requests)) as steps):
+            for touched in steps:
+                for request in mine.intersection(touched):
+                    if request.finished:
+                        num_prompt += len(request.prompt_token_ids)
+                        num_output += sum(seq.num_generated_tokens for seq in request.sequences)
+                        rate = 1 / max(bar.format_dict["elapsed"], 1e-9)
+                        bar.set_postfix_str(f"prompt: {num_prompt * rate:.0f} tok/s, "
+                                            f"output: {num_output * rate:.0f} tok/s", refresh=False)
+                        bar.update()
         return [request.output() for request in requests]
 
     # ---- token by token ----------------------------------------------------------------------
@@ -226,17 +215,13 @@ class LLM:
     def _stream(self, request: Request) -> Iterator[CompletionOutput]:
         # Tokens, characters and finish_reason of each completion that were shown so far.
         shown: list[tuple[int, int, str | None]] = [(0, 0, None)] * len(request.sequences)
-        self._queue(request)
-        try:
+        with closing(self._run([request])) as steps:
             while None in (finish_reason for _, _, finish_reason in shown):
-                if not request.finished:
-                    self._advance()
+                next(steps, None)
                 for i, seq in enumerate(request.sequences):
                     before, shown[i] = shown[i], seq.progress
                     if shown[i] != before:
                         yield seq.output(*before[:2])
-        finally:
-            self.abort(request.request_id)
 
     # ---- step by step ------------------------------------------------------------------------
 
@@ -244,23 +229,30 @@ class LLM:
                     priority: int = 0) -> str:
         """Queue one request for `step`; returns its id. Raises ValueError, queueing nothing."""
         request = self._make_request(prompt, sampling_params or SamplingParams(), priority)
-        request.is_stepwise = True
-        self._queue(request)
+        self.requests[request.request_id] = request
+        self.scheduler.add(request)
         return request.request_id
 
     def step(self) -> list[RequestOutput]:
-        """Run one step; returns the requests that got tokens or ended, as they are now."""
-        touched = [request for request in self._advance() if not request.finished]
-        ended, self.finished_aside = self.finished_aside, []
-        return [request.output() for request in ended + touched if request.is_stepwise]
+        """Run one step; returns the requests that got tokens or ended, as they are now.
+
+        What another call did for them in the meantime, since it steps for all, counts as well.
+        """
+        self._step()
+        news, self.news = self.news, {}
+        for request in news.values():
+            if request.finished:
+                del self.requests[request.request_id]
+        return [request.output() for request in news.values()]
 
     def abort(self, request_id: str) -> None:
-        """End a request now; an unknown or ended one is no error."""
+        """End a request of `add_request` now; an unknown or ended one is no error."""
         if isinstance(request_id, str) and request_id in self.requests:
             self.scheduler.abort(self.requests.pop(request_id))
+            self.news.pop(request_id, None)
 
     def has_unfinished_requests(self) -> bool:
-        return bool(self.requests or self.finished_aside)
+        return bool(self.requests)
 
     def get_tokenizer(self) -> Any:
         return self.tokenizer
@@ -277,12 +269,9 @@ class LLM:
 
     # ---- requests ----------------------------------------------------------------------------
 
-    def _queue(self, request: Request) -> None:
-        self.requests[request.request_id] = request
-        self.scheduler.add(request)
-
     def _make_request(self, prompt: Prompt, params: SamplingParams, priority: int,
-                      beam_search: BeamSearch | None = None) -> Request:
+                      kind: type[Request] = Request, num_beams: int = 1,
+                      **others: Any) -> Request:
         """Check everything that the caller gave; nothing is queued yet."""
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params={params!r}: must be a SamplingParams")
@@ -293,41 +282,51 @@ class LLM:
         if not 0 < length < self.max_model_len:
             raise ValueError(f"prompt has {length} tokens: must have at least 1 and fewer than "
                              f"max_model_len={self.max_model_len}")
-        for token_id in params.stop_token_ids or ():
-            if token_id >= self.vocab_size:
-                raise ValueError(f"stop_token_ids: {token_id} is not below the vocabulary's size "
-                                 f"{self.vocab_size}")
-        if params.stop_strings and self.tokenizer is None:
+        for token_id in params.stop_token_ids:
+            check_number("stop_token_ids", token_id, 0, self.vocab_size - 1)
+        if params.stop and self.tokenizer is None:
             raise ValueError(f"stop={params.stop!r}: the model has no tokenizer")
         max_tokens = min(params.max_tokens or self.max_model_len, self.max_model_len - length)
-        self._check_fits(length, max_tokens, 1 if beam_search is None else beam_search.beam_width)
+        # The last token's K and V are never written. n branches may run one at a time; beams run
+        # together.
+        manager = self.scheduler.block_manager
+        num_needed = -(-(length + max_tokens - 1) // manager.block_size) * num_beams
+        if num_needed > manager.num_blocks:
+            raise ValueError(
+                f"prompt of {length} tokens, max_tokens={max_tokens} and {num_beams} beam(s) need "
+                f"{num_needed} blocks of {manager.block_size}, the whole pool has "
+                f"num_blocks={manager.num_blocks}")
         self.num_requests += 1
-        return Request(
-            request_id=str(self.num_requests - 1),
-            arrival=self.num_requests,
-            priority=priority,
-            prompt=text,
-            prompt_token_ids=token_ids,
-            params=params,
-            max_tokens=max_tokens,
+        return kind(
+            request_id=str(self.num_requests - 1), arrival=self.num_requests, priority=priority,
+            prompt=text, prompt_token_ids=token_ids, params=params, max_tokens=max_tokens,
             seed=self.random.getrandbits(64) if params.seed is None else params.seed,
-            end_token_ids=self.end_token_ids,
-            tokenizer=self.tokenizer,
-            cache_salt=salt,
-            beam_search=beam_search,
-        )
+            end_token_ids=self.end_token_ids, tokenizer=self.tokenizer, cache_salt=salt, **others)
+
+    def _make_beam_requests(self, prompts: Prompt, params: BeamSearchParams) -> list[Request]:
+        if not isinstance(params, BeamSearchParams):
+            raise ValueError(f"params={params!r}: must be a BeamSearchParams")
+        params = replace(params)
+        most = self.scheduler.max_num_seqs
+        if params.beam_width > most:
+            raise ValueError(f"beam_width={params.beam_width}: at most {most} sequences can run "
+                             "at once (max_num_seqs, max_num_batched_tokens)")
+        sampling_params = params.to_sampling_params(len(self.end_token_ids))
+        return [self._make_request(prompt, sampling_params, 0, BeamRequest, params.beam_width,
+                                   beam_width=params.beam_width,
+                                   length_penalty=params.length_penalty)
+                for prompt in as_list(prompts)]
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], bytes]:
         fields = prompt if isinstance(prompt, dict) else (
             {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt})
-        unknown = set(fields) - {"prompt", "prompt_token_ids", "cache_salt"}
         text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids")
         salt = fields.get("cache_salt")
-        if unknown or (text is None and token_ids is None):
+        if (set(fields) - {"prompt", "prompt_token_ids", "cache_salt"}
+                or (text is None and token_ids is None)
+                or not isinstance(text, str | None) or not isinstance(salt, str | None)):
             raise ValueError(f"prompt={prompt!r}: must be a string, a list of token ids, or a "
                              "dict with prompt or prompt_token_ids and perhaps cache_salt")
-        if not isinstance(text, str | None) or not isinstance(salt, str | None):
-            raise ValueError(f"prompt={prompt!r}: prompt and cache_salt must be strings")
         if token_ids is None:
             if self.tokenizer is None:
                 raise ValueError(f"prompt={prompt!r}: the model has no tokenizer, give token ids")
@@ -344,61 +343,6 @@ class LLM:
         except UnicodeEncodeError as error:
             raise ValueError(f"prompt={text!r}: not valid Unicode ({error.reason})") from error
         return self.tokenizer(text, **options)["input_ids"]
-
-    def _check_fits(self, length: int, max_tokens: int, num_beams: int) -> None:
-        """Refuse what the whole pool could not hold: n branches one at a time, beams together.
-
-        The last token's K and V are never written, so one slot less is enough.
-        """
-        manager = self.scheduler.block_manager
-        num_needed = -(-(length + max_tokens - 1) // manager.block_size) * num_beams
-        if num_needed > manager.num_blocks:
-            raise ValueError(
-                f"prompt of {length} tokens, max_tokens={max_tokens} and {num_beams} beam(s) need "
-                f"{num_needed} blocks of {manager.block_size}, the whole pool has "
-                f"num_blocks={manager.num_blocks}")
-
-
-# ---- start-up --------------------------------------------------------------------------------
-
-
-def resolve_model(model: str | Path) -> Path:
-    """A local directory, or the hub's files of that name in the local cache."""
-    if not isinstance(model, (str, Path)) or not str(model):
-        raise ValueError(f"model={model!r}: must be a directory or a name on the model hub")
-    path = Path(model)
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(f"model={str(model)!r}: the directory has no config.json")
-        return path
-    if path.exists() or str(model).startswith((".", "/", "~")) or str(model).count("/") > 1:
-        raise ValueError(f"model={str(model)!r}: no such directory")
-    from huggingface_hub import snapshot_download
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-    return Path(snapshot_download(str(model), allow_patterns=patterns,
-                                  ignore_patterns=["original/*", "consolidated*"]))
-
-
-def load_tokenizer(tokenizer: str | Path | None, path: Path) -> Any:
-    """None if the model's directory has none: such a model takes token ids only."""
-    if tokenizer is None and not any((path / name).is_file() for name in TOKENIZER_FILES):
-        return None
-    loaded = AutoTokenizer.from_pretrained(tokenizer or path, trust_remote_code=False)
-    if not loaded.is_fast:
-        raise ValueError(f"tokenizer={str(tokenizer or path)!r}: only tokenizers with a "
-                         "tokenizer.json are supported")
-    return loaded
-
-
-def find_end_tokens(tokenizer: Any, hf_config: Any, path: Path) -> frozenset[int]:
-    """The union of what tokenizer, config.json and generation_config.json call the end."""
-    named = [getattr(tokenizer, "eos_token_id", None), hf_config.eos_token_id]
-    if (path / "generation_config.json").is_file():
-        named.append(GenerationConfig.from_pretrained(path).eos_token_id)
-    ends: set[int] = set()
-    for token_ids in named:
-        ends.update([token_ids] if isinstance(token_ids, int) else token_ids or ())
-    return frozenset(ends)
 
 
 def as_list(prompts: Prompt) -> list[Prompt]:

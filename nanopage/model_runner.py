@@ -10,21 +10,23 @@ once in a step, at the sampled tokens; a captured graph's tensors are never real
 Next: engine.py, what a user calls.
 """
 
-import os
+from __future__ import annotations
+
 from collections.abc import Callable
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanopage.attention import AttentionMetadata, choose_backend, length_class
-from nanopage.config import EngineConfig
+from nanopage.attention import AttentionMetadata
+from nanopage.config import EngineConfig, choose_backend
+from nanopage.cpu import available_memory, keep_freed_memory, pack_linears
 from nanopage.layers import CausalLM, head_dim_of
 from nanopage.sampler import SampleRow, sample, to_device, top_logprobs
-from nanopage.scheduler import Batch, Samples
+from nanopage.scheduler import Batch, Sample
 from nanopage.sequence import Sequence
 
 Function = Callable[[], Tensor]
@@ -56,53 +58,41 @@ class CudaCapture:
 class DecodeGraph:
     """The decode step on static buffers, captured for each of a few batch sizes.
 
-    A batch is padded to the next size. A padding row is token 0 at position 0 that sees one key, in
-    the scratch block, so no kernel needs a condition. What a graph freezes are addresses and
-    integers: hence the buffers, and lengths and widths of max_model_len (one that is too small
-    would silently drop keys). `capture` is a parameter: on a CPU the function itself will do.
+    A batch is padded to the next size. A padding row is token 0 of a sequence of one token, in the
+    scratch block, so no kernel needs a condition. What a graph freezes are addresses and integers:
+    hence the buffers, and lengths and widths of max_model_len (one that is too small would silently
+    drop keys). `capture` is a parameter: on a CPU the function itself will do.
     """
 
     def __init__(self, forward: Callable[..., Tensor], max_num_seqs: int, max_model_len: int,
                  block_size: int, device: torch.device,
                  capture: Callable[[Function], Function]) -> None:
-        self.forward, self.max_model_len = forward, max_model_len
-        width = -(-max_model_len // block_size)
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
-            return torch.zeros(*shape, dtype=dtype, device=device)
-
-        self.token_ids, self.positions = zeros(max_num_seqs), zeros(max_num_seqs)
-        self.slot_mapping = zeros(max_num_seqs)
-        self.context_lens = zeros(max_num_seqs, dtype=torch.int32) + 1
-        self.block_tables = zeros(max_num_seqs, width, dtype=torch.int32)
-        self.cu_seqlens = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
+        self.forward, self.max_model_len, self.block_size = forward, max_model_len, block_size
+        with device:
+            self.token_ids = torch.zeros(max_num_seqs, dtype=torch.int32)
+            self.context_lens = torch.ones(max_num_seqs, dtype=torch.int32)
+            width = -(-max_model_len // block_size)
+            self.block_tables = torch.zeros(max_num_seqs, width, dtype=torch.int32)
+            self.borders = torch.arange(max_num_seqs + 1, dtype=torch.int32)
         sizes = {1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs}
-        self.runs: dict[int, Function] = {}
+        self.sizes = sorted(size for size in sizes if size <= max_num_seqs)
         # Largest first, so that the smaller ones find their memory in its pool.
-        for size in sorted((size for size in sizes if size <= max_num_seqs), reverse=True):
-            self.runs[size] = capture(partial(self._run, size))
-        self.sizes = sorted(self.runs)
+        self.runs = {size: capture(partial(self._run, size)) for size in reversed(self.sizes)}
 
     def _run(self, size: int) -> Tensor:
         """The captured body: nothing in it may wait for the device or depend on its values."""
-        metadata = AttentionMetadata(
-            slot_mapping=self.slot_mapping[:size], cu_seqlens_q=self.cu_seqlens[:size + 1],
-            cu_seqlens_k=self.cu_seqlens[:size + 1], context_lens=self.context_lens[:size],
-            block_tables=self.block_tables[:size], max_query_len=1,
-            max_context_len=self.max_model_len, query_len=1)
-        return self.forward(self.token_ids[:size], self.positions[:size], metadata)
+        return self.forward(self.token_ids[:size], AttentionMetadata.build(
+            self.borders[:size + 1], self.context_lens[:size], self.block_tables[:size], size,
+            self.block_size, max_query_len=1, max_context_len=self.max_model_len, query_len=1))
 
-    def replay(self, token_ids: Tensor, positions: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def replay(self, token_ids: Tensor, context_lens: Tensor, block_tables: Tensor) -> Tensor:
         """Returns hidden states [num_seqs, hidden_size], valid until the next replay."""
-        num_seqs = len(token_ids)
+        num_seqs, width = block_tables.shape
         size = next(size for size in self.sizes if size >= num_seqs)
-        width = metadata.block_tables.shape[1]
         for buffer, values, padding in (
-                (self.token_ids, token_ids, 0), (self.positions, positions, 0),
-                (self.slot_mapping, metadata.slot_mapping, 0),
-                (self.context_lens, metadata.context_lens, 1),
+                (self.token_ids, token_ids, 0), (self.context_lens, context_lens, 1),
                 # Columns behind a sequence's own blocks may be dirty: nobody reads them.
-                (self.block_tables[:, :width], metadata.block_tables, 0)):
+                (self.block_tables[:, :width], block_tables, 0)):
             buffer[:num_seqs].copy_(values, non_blocking=True)
             buffer[num_seqs:size] = padding
         return self.runs[size]()[:num_seqs]
@@ -120,7 +110,8 @@ class ModelRunner:
         self.model = CausalLM(hf_config, self.backend, max_position, config.device, config.dtype)
         self.model.load_weights(path)
         if config.device.type == "cpu":
-            self.model.pack()
+            pack_linears(self.model)
+            keep_freed_memory()
         self.num_blocks, self.max_model_len = self._size_cache(max_position)
         self.kv_cache = self._make_cache(self.num_blocks)
         drafter = config.drafter
@@ -130,11 +121,10 @@ class ModelRunner:
                 and self.backend.is_capturable):
             self.capture_decode(CudaCapture())
 
+    @torch.inference_mode()
     def capture_decode(self, capture: Callable[[Function], Function]) -> None:
-        with torch.inference_mode():
-            self.decode_graph = DecodeGraph(self._forward, self.config.max_decodes,
-                                            self.max_model_len, self.block_size, self.device,
-                                            capture)
+        self.decode_graph = DecodeGraph(self._forward, self.config.max_decodes, self.max_model_len,
+                                        self.block_size, self.device, capture)
 
     # ---- the size of the cache ---------------------------------------------------------------
 
@@ -145,18 +135,13 @@ class ModelRunner:
         return torch.zeros(self.hf_config.num_hidden_layers, 2, num_blocks + 1, *block,
                            dtype=self.config.dtype, device=self.device)
 
-    @property
-    def block_bytes(self) -> int:
-        """2 (K and V) x layers x KV heads x head dim x bytes per element, for a block's tokens."""
-        config = self.hf_config
-        return (2 * config.num_hidden_layers * config.num_key_value_heads * head_dim_of(config)
-                * self.config.dtype.itemsize * self.block_size)
-
     def _size_cache(self, max_model_len: int) -> tuple[int, int]:
         """Returns (num_blocks, max_model_len): what was asked for, or what memory allows."""
         config = self.config
         if config.num_blocks is not None:
             return config.num_blocks, max_model_len
+        # 2 (K and V) x layers x KV heads x head dim x bytes per element, for a block's tokens
+        block_bytes = self._make_cache(0).nbytes
         budget = config.kv_cache_memory_bytes
         if budget is None and self.device.type == "cuda":
             budget = self._spare_gpu_memory()
@@ -164,14 +149,14 @@ class ModelRunner:
             budget = min(4 << 30, available_memory() // 4)
         blocks_per_seq = -(-max_model_len // self.block_size)
         # One block of the budget is the scratch block.
-        num_blocks = min(budget // self.block_bytes - 1, config.max_num_seqs * blocks_per_seq)
+        num_blocks = min(budget // block_bytes - 1, config.max_num_seqs * blocks_per_seq)
         num_slots = num_blocks * self.block_size
         if num_slots < (config.max_model_len or self.block_size):
             raise ValueError(
                 f"max_model_len={config.max_model_len}: the KV cache has room for {num_slots} "
-                f"tokens ({num_blocks} blocks of {self.block_size}, {self.block_bytes:,} bytes "
-                f"each, in {budget:,} bytes); raise kv_cache_memory_bytes or "
-                "gpu_memory_utilization, or lower max_model_len")
+                f"tokens ({num_blocks} blocks of {self.block_size}, {block_bytes:,} bytes each, in "
+                f"{budget:,} bytes); raise kv_cache_memory_bytes or gpu_memory_utilization, or "
+                "lower max_model_len")
         return num_blocks, min(max_model_len, num_slots)
 
     def _spare_gpu_memory(self) -> int:
@@ -194,7 +179,7 @@ class ModelRunner:
             graphs = (64 << 20) + num_graphs * (2 << 20) + self.config.max_decodes * per_token
         share = int(total * self.config.gpu_memory_utilization)
         budget = min(share - peak, free - (peak - before)) - graphs
-        if budget < 2 * self.block_bytes:
+        if budget <= 0:
             raise ValueError(
                 f"gpu_memory_utilization={self.config.gpu_memory_utilization}: of {total:,} bytes "
                 f"on the device {free:,} are free; our share is {share:,}, weights and "
@@ -205,124 +190,88 @@ class ModelRunner:
     def _run_largest_prefill(self) -> None:
         num_tokens = self.config.max_num_batched_tokens
         self.kv_cache = self._make_cache(0)  # everything goes to the scratch block
-        zeros = torch.zeros(num_tokens, dtype=torch.int64, device=self.device)
-        lens = torch.tensor([0, num_tokens], dtype=torch.int32, device=self.device)
-        tables = torch.zeros(1, -(-num_tokens // self.block_size), dtype=torch.int32,
-                             device=self.device)
-        hidden = self._forward(zeros, zeros, AttentionMetadata(
-            zeros, lens, lens, lens[1:], tables, num_tokens, num_tokens, None))
+        with self.device:
+            borders = torch.tensor([0, num_tokens], dtype=torch.int32)
+            tables = torch.zeros(1, -(-num_tokens // self.block_size), dtype=torch.int32)
+            hidden = self._forward(torch.zeros(num_tokens, dtype=torch.int32),
+                                   AttentionMetadata.build(
+                borders, borders[1:], tables, num_tokens, self.block_size,
+                max_query_len=num_tokens, max_context_len=num_tokens, query_len=None))
         self.model.lm_head(hidden[:self.config.max_decodes]).float().softmax(-1)
 
     # ---- a step ------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def execute(self, batch: Batch) -> Samples:
-        """Copy blocks, run the decoder over the batch, sample."""
+    def execute(self, batch: Batch) -> list[list[Sample]]:
+        """Copy blocks, run the decoder, sample: for each sequence what `Scheduler.update` takes."""
         if batch.copies:
             sources, destinations = to_device(batch.copies, torch.int64, self.device).T
             self.kv_cache.index_copy_(2, destinations, self.kv_cache.index_select(2, sources))
-        # The reference attention computes neighbours together if their lengths are alike. Sorted no
-        # further, so that each of its threads meets long ones and short ones.
-        sequences = sorted(batch.sequences, key=lambda seq: (
-            seq.num_scheduled_tokens,
-            length_class(seq.num_computed_tokens + seq.num_scheduled_tokens)))
-        starts, token_ids, positions, metadata = self._prepare_inputs(sequences)
-        if self.decode_graph is not None and metadata.query_len == 1:
-            hidden = self.decode_graph.replay(token_ids, positions, metadata)
-        else:
-            hidden = self._forward(token_ids, positions, metadata)
-        return self._sample(hidden, sequences, starts)
+        hidden, borders = self._run_decoder(batch.sequences)
+        return self._sample(hidden, batch.sequences, borders)
 
-    def _forward(self, token_ids: Tensor, positions: Tensor,
-                 metadata: AttentionMetadata) -> Tensor:
-        return self.model(token_ids, positions, self.kv_cache, metadata)
+    def _forward(self, token_ids: Tensor, metadata: AttentionMetadata) -> Tensor:
+        return self.model(token_ids, self.kv_cache, metadata)
 
-    def _prepare_inputs(self, sequences: list[Sequence]) -> tuple[
-            list[int], Tensor, Tensor, AttentionMetadata]:
-        """Returns each sequence's first row, and what the decoder takes."""
-        block_size = self.block_size
-        longest = max(seq.num_scheduled_tokens for seq in sequences)
+    def _run_decoder(self, sequences: list[Sequence]) -> tuple[Tensor, list[int]]:
+        """Returns hidden states [num_tokens, hidden_size] and each sequence's first row in them."""
+        query_lens = [seq.num_scheduled_tokens for seq in sequences]
+        longest = max(query_lens)
         is_decode = longest <= self.max_decode_len
-        # Verifying drafts wants as many queries of each sequence. The padding comes behind the
-        # real tokens, which do not see it; its keys go to the scratch block.
-        padded_len = longest if is_decode and self.backend.pads_drafts else 0
+        # Verifying drafts, a kernel may want as many queries of each sequence: padding follows.
+        is_padded = is_decode and self.backend.pads_drafts
         token_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        starts, cu_seqlens_k, context_lens = [0], [0], []
-        for seq in sequences:
-            start, table = seq.num_computed_tokens, seq.block_table
-            end = start + seq.num_scheduled_tokens
-            if end - start == 1:
-                token_ids.append(seq.token_ids[start])
-                positions.append(start)
-                slots.append(table[start // block_size] * block_size + start % block_size)
-            else:
-                token_ids += (seq.token_ids[start:end] + seq.draft_token_ids)[:end - start]
-                positions += range(start, end)
-                slots += [table[position // block_size] * block_size + position % block_size
-                          for position in range(start, end)]
-            padding = max(0, padded_len - (end - start))
-            if padding:
-                for values in (token_ids, positions, slots):
-                    values += [0] * padding
-            starts.append(len(token_ids))
-            context_lens.append(end + padding)
-            cu_seqlens_k.append(cu_seqlens_k[-1] + end + padding)
-        width = max(max(len(seq.block_table) for seq in sequences),
-                    -(-max(context_lens) // block_size))
-        tables = chain.from_iterable(
-            seq.block_table + [0] * (width - len(seq.block_table)) for seq in sequences)
+        borders, context_lens = [0], []
+        for seq, query_len in zip(sequences, query_lens):
+            start = seq.num_computed_tokens
+            token_ids += seq.token_ids[start:start + query_len]
+            token_ids += seq.draft_token_ids
+            if is_padded:
+                token_ids += [0] * (longest - query_len)
+            context_lens.append(start + len(token_ids) - borders[-1])
+            borders.append(len(token_ids))
+        width = max(-(-max(context_lens) // self.block_size),
+                    max(len(seq.block_table) for seq in sequences))
+        tables = [seq.block_table + [0] * (width - len(seq.block_table)) for seq in sequences]
 
         # One transfer for all of them.
-        parts = [token_ids, positions, slots, starts, cu_seqlens_k, context_lens, list(tables)]
-        uploaded = to_device(list(chain.from_iterable(parts)), torch.int64, self.device)
-        ids, at, slot_mapping, *others = uploaded.split([len(part) for part in parts])
-        cu_q, cu_k, lens, table = (other.to(torch.int32) for other in others)
-        is_uniform = is_decode and (padded_len or starts[-1] == longest * len(sequences))
-        return starts, ids, at, AttentionMetadata(
-            slot_mapping=slot_mapping, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, context_lens=lens,
-            block_tables=table.view(len(sequences), width), max_query_len=longest,
-            max_context_len=max(context_lens), query_len=longest if is_uniform else None)
+        parts = [token_ids, borders, context_lens, list(chain.from_iterable(tables))]
+        uploaded = to_device(list(chain.from_iterable(parts)), torch.int32, self.device)
+        ids, cu_seqlens_q, lens, table = uploaded.split([len(part) for part in parts])
+        table = table.view(len(sequences), width)
+        if self.decode_graph is not None and longest == 1:
+            return self.decode_graph.replay(ids, lens, table), borders
+        is_uniform = is_padded or (is_decode and len(token_ids) == longest * len(sequences))
+        return self._forward(ids, AttentionMetadata.build(
+            cu_seqlens_q, lens, table, len(token_ids), self.block_size, max_query_len=longest,
+            max_context_len=max(context_lens), query_len=longest if is_uniform else None)), borders
 
-    def _sample(self, hidden: Tensor, sequences: list[Sequence], starts: list[int]) -> Samples:
-        """hidden: [num_tokens, hidden_size]; starts: the first row of each sequence."""
+    def _sample(self, hidden: Tensor, sequences: list[Sequence],
+                borders: list[int]) -> list[list[Sample]]:
+        """hidden: [num_tokens, hidden_size]; borders: the first row of each sequence."""
         rows: list[SampleRow] = []
         hidden_rows: list[int] = []
-        num_samples = []
-        for seq, start in zip(sequences, starts):
-            num_rows, end = len(rows), seq.num_computed_tokens + seq.num_scheduled_tokens
+        samples: list[list[Sample]] = []
+        takers: list[list[Sample]] = []  # for each row, the list that its sample goes to
+        for seq, border in zip(sequences, borders):
+            samples.append([])
             # The token at `position` comes from the logits of the one before it; the range is
             # empty while a prompt is incomplete, and longer than 1 where drafts are verified.
-            for position in range(seq.num_tokens, end + 1):
-                branches = seq.request.sequences if not seq.num_generated_tokens else [seq]
-                rows += [SampleRow(branch, len(hidden_rows), position) for branch in branches]
-                hidden_rows.append(start + position - 1 - seq.num_computed_tokens)
-            num_samples.append(len(rows) - num_rows)
+            first_row = border - 1 - seq.num_computed_tokens
+            for position in range(seq.num_tokens, seq.num_computed_tokens
+                                  + seq.num_scheduled_tokens + 1):
+                # The first tokens of n branches come from one row.
+                is_first = seq.num_tokens == seq.num_prompt_tokens
+                for branch in seq.request.sequences if is_first else (seq,):
+                    rows.append(SampleRow(branch, position))
+                    hidden_rows.append(first_row + position)
+                    takers.append(samples[-1])
         if not rows:
-            nothing: list[list] = [[] for _ in sequences]
-            return Samples(sequences, nothing, nothing)
-        if len(hidden_rows) < len(hidden):
+            return samples
+        if hidden_rows != list(range(len(hidden))):
             hidden = hidden[to_device(hidden_rows, torch.int64, self.device)]
-        logits = self.model.lm_head(hidden)  # [sampled rows, vocab]
-        if len(rows) > len(logits):  # the first tokens of n branches come from one row
-            logits = logits[to_device([row.logits_row for row in rows], torch.int64, self.device)]
+        logits = self.model.lm_head(hidden)  # [rows, vocab]
         token_ids = sample(logits, rows).tolist()
-        logprobs = top_logprobs(logits, token_ids, rows)
-        return Samples(sequences, split(token_ids, num_samples), split(logprobs, num_samples))
-
-
-def split(values: list[Any], sizes: list[int]) -> list[list[Any]]:
-    iterator = iter(values)
-    return [list(islice(iterator, size)) for size in sizes]
-
-
-def available_memory() -> int:
-    """Bytes of main memory that a process may take without swapping."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        for taker, *sampled in zip(takers, token_ids, top_logprobs(logits, token_ids, rows)):
+            taker.append((sampled[0], sampled[1]))
+        return samples

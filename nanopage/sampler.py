@@ -11,6 +11,8 @@ logits, whatever the filters did.
 Next: model_runner.py, which makes the logits.
 """
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass
 
@@ -18,6 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
+from nanopage.proposals import BeamRequest
 from nanopage.sequence import Logprob, SamplingParams, Sequence
 
 
@@ -29,10 +32,9 @@ def to_device(values: list, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class SampleRow:
-    """One token to be sampled: for `seq`, from row `logits_row`, as its token at `position`."""
+    """One token to be sampled: for `seq`, as its token at `position`."""
 
     seq: Sequence
-    logits_row: int
     position: int
 
     @property
@@ -47,29 +49,27 @@ class SampleRow:
         return (digest >> 40) * 2.0**-24
 
     @property
-    def barred_token_ids(self) -> list[int]:
+    def barred_token_ids(self) -> frozenset[int]:
         """End tokens, as long as min_tokens is not reached."""
         num_generated = self.position - self.seq.num_prompt_tokens
-        if num_generated >= self.params.min_tokens:
-            return []
-        return list(self.seq.request.stop_token_ids)
+        is_barred = num_generated < self.params.min_tokens
+        return self.seq.request.stop_token_ids if is_barred else frozenset()
 
 
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """Set to -inf what the filters exclude, in transformers' order: top-k, top-p, min-p.
 
-    logits: [rows, vocab], already divided by the temperature; the others: [rows, 1].
-    Each filter keeps the tokens above a threshold, so one sorted copy serves them all.
+    logits: [rows, vocab], already divided by the temperature; the others: [rows, 1]. Places in the
+    sorted order decide, so of equally likely tokens no more are kept than there is room for.
     """
-    ranked = logits.sort(dim=-1, descending=True).values
-    smallest = ranked.gather(1, top_k - 1)
-    ranked = ranked.masked_fill(ranked < smallest, -math.inf)
+    ranked, token_ids = logits.sort(dim=-1, descending=True, stable=True)
+    ranks = torch.arange(logits.shape[-1], device=logits.device)
+    ranked = ranked.masked_fill(ranks >= top_k, -math.inf)
     probs = ranked.softmax(-1)
-    # A token stays while those before it have not reached top_p; at least one always does.
-    num_kept = (probs.cumsum(-1) - probs < top_p).sum(-1, keepdim=True)
-    smallest = torch.maximum(smallest, ranked.gather(1, num_kept - 1))
-    smallest = torch.maximum(smallest, ranked[:, :1] + min_p.log())
-    return logits.masked_fill(logits < smallest, -math.inf)
+    # A token stays while those before it have not reached top_p; the first always does.
+    ranked = ranked.masked_fill(probs.cumsum(-1) - probs >= top_p, -math.inf)
+    ranked = ranked.masked_fill(ranked < ranked[:, :1] + min_p.log(), -math.inf)
+    return torch.empty_like(logits).scatter_(1, token_ids, ranked)
 
 
 def pick(logits: Tensor, uniform: Tensor) -> Tensor:
@@ -83,11 +83,10 @@ def pick(logits: Tensor, uniform: Tensor) -> Tensor:
 
 def argmax(logits: Tensor) -> Tensor:
     """logits: [rows, vocab]. In two levels: on a CPU amax is much faster than what has an index."""
-    chunk_size = math.gcd(logits.shape[-1], 1024)
-    chunks = logits.unflatten(-1, (-1, chunk_size))  # [rows, vocab / chunk_size, chunk_size]
-    best = chunks.amax(-1).argmax(-1, keepdim=True)  # [rows, 1]
+    chunks = logits.unflatten(-1, (-1, math.gcd(logits.shape[-1], 1024)))
+    best = chunks.amax(-1).argmax(-1, keepdim=True)  # [rows, 1], of all chunks
     inside = chunks.take_along_dim(best[..., None], dim=1).argmax(-1)  # [rows, 1]
-    return (best * chunk_size + inside)[:, 0]
+    return (best * chunks.shape[-1] + inside)[:, 0]
 
 
 def sample(logits: Tensor, rows: list[SampleRow]) -> Tensor:
@@ -149,7 +148,7 @@ def top_logprobs(logits: Tensor, token_ids: list[int],
                  for place, (other, value) in enumerate(zip(others[:wanted[i]], values))}
         entry.setdefault(token_ids[i], Logprob(own, rank))
         request = rows[i].seq.request
-        if request.tokenizer is not None and request.beam_search is None:
+        if request.tokenizer is not None and not isinstance(request, BeamRequest):
             for other, logprob in entry.items():
                 logprob.decoded_token = request.tokenizer.decode([other])
         result[i] = entry

@@ -23,37 +23,48 @@ Next: block_manager.py, where the keys and values of a sequence live.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import xxhash
 
-if TYPE_CHECKING:
-    from nanopage.beam_search import BeamSearch
+# ---- what a caller may give ------------------------------------------------------------------
 
 
 def check_number(name: str, value: Any, low: float, high: float = math.inf, *,
-                 integer: bool = True, optional: bool = False) -> None:
+                 integer: bool = True) -> None:
     """Raise ValueError, naming the argument, unless `value` is a number in [low, high]."""
-    if optional and value is None:
-        return
-    kind: Any = Integral if integer else Real
-    is_number = isinstance(value, kind) and not isinstance(value, bool)
+    is_number = isinstance(value, Integral if integer else Real) and not isinstance(value, bool)
     fits = is_number and low <= value <= high
     if not fits or math.isinf(value):  # a NaN compares false, so it does not fit either
         upper = "" if math.isinf(high) else f" and at most {high}"
         raise ValueError(f"{name}={value!r}: must be {'an integer' if integer else 'a number'} "
-                         f"of at least {low}{upper}{', or None' if optional else ''}")
+                         f"of at least {low}{upper}")
 
 
-def check_bool(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise ValueError(f"{name}={value!r}: must be True or False")
+def between(low: float, high: float = math.inf, *, default: Any = MISSING) -> Any:
+    """A field of a `Checked` dataclass, with its limits; None is allowed if it is the default."""
+    return field(default=default, metadata={"limits": (low, high)})
+
+
+class Checked:
+    """A dataclass that raises ValueError, naming the field, for a wrong type or limit."""
+
+    def __post_init__(self: Any) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            kind = str(entry.type)
+            if value is None and ("None" in kind or entry.default is None):
+                continue
+            if kind == "bool" and not isinstance(value, bool):
+                raise ValueError(f"{entry.name}={value!r}: must be True or False")
+            if "limits" in entry.metadata:
+                check_number(entry.name, value, *entry.metadata["limits"], integer="int" in kind)
 
 
 @dataclass
-class SamplingParams:
+class SamplingParams(Checked):
     """How tokens are chosen and when to stop; names and defaults are those of vLLM.
 
     temperature: 0 (or less than 1e-5) is greedy. Filters come in transformers' order:
@@ -66,35 +77,26 @@ class SamplingParams:
     Raises ValueError naming the field, its value and what is allowed.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    n: int = between(1, 16384, default=1)
+    temperature: float = between(0, default=1.0)
+    top_p: float = between(0, 1, default=1.0)
+    top_k: int = between(-1, default=0)
+    min_p: float = between(0, 1, default=0.0)
+    seed: int | None = between(-2**63, 2**63 - 1, default=None)
+    stop: Any = None  # a string or several; a list after construction, as is the next
+    stop_token_ids: Any = None
     ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
+    max_tokens: int | None = between(1, default=16)
+    min_tokens: int = between(0, default=0)
+    logprobs: int | None = between(-1, default=None)
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        check_number("n", self.n, 1, 16384)
-        check_number("temperature", self.temperature, 0, integer=False)
-        check_number("top_p", self.top_p, 0, 1, integer=False)
+        super().__post_init__()
         if self.top_p == 0:
             raise ValueError(f"top_p={self.top_p!r}: must be greater than 0 and at most 1")
-        check_number("top_k", self.top_k, -1)
-        check_number("min_p", self.min_p, 0, 1, integer=False)
-        check_number("seed", self.seed, -2**63, 2**63 - 1, optional=True)
-        check_number("max_tokens", self.max_tokens, 1, optional=True)
         check_number("min_tokens", self.min_tokens, 0, self.max_tokens or math.inf)
-        check_number("logprobs", self.logprobs, -1, optional=True)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
-            check_bool(name, getattr(self, name))
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if not isinstance(stop, (list, tuple)) or not all(isinstance(s, str) and s for s in stop):
             raise ValueError(f"stop={self.stop!r}: must be a non-empty string, or a list of them")
@@ -103,14 +105,14 @@ class SamplingParams:
             raise ValueError(f"stop_token_ids={ids!r}: must be a list of token ids")
         for token_id in ids:
             check_number("stop_token_ids", token_id, 0)
-
-    @property
-    def stop_strings(self) -> list[str]:
-        return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        self.stop, self.stop_token_ids = list(stop), list(ids)
 
     @property
     def is_greedy(self) -> bool:
         return self.temperature < 1e-5
+
+
+# ---- what a caller gets ----------------------------------------------------------------------
 
 
 @dataclass
@@ -150,59 +152,68 @@ class RequestOutput:
     num_cached_tokens: int = 0
 
 
-class Detokenizer:
-    """The text of one sequence, token by token, with stop strings.
+# ---- one completion --------------------------------------------------------------------------
 
-    A token is held back until it completes a character, and a byte token until the bytes end,
-    since one wrong byte changes how its neighbours read. (tokenizers' DecodeStream raises there.)
-    The last `held_back` characters are not shown yet, since they could be the beginning of a stop
-    string. Tokens are decoded when someone looks (`catch_up`).
+
+class Detokenizer:
+    """The text of one completion, which grows as its tokens come and ends before a stop string.
+
+    A token has no text of its own: its leading space depends on the tokens before it, and a
+    character may be spread over several. So the latest tokens, `pending`, are decoded together
+    behind those before them, until nothing is open. At most three bytes can be the beginning of a
+    character, and each shows as at most one U+FFFD: no more than that is held back.
     """
 
     def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
         self.tokenizer, self.params = tokenizer, params
-        self.stop = params.stop_strings
-        self.held_back = max((len(stop) for stop in self.stop), default=1) - 1
         self.text = ""
-        # The ids that gave the latest piece: alone, the next ones might lose a leading space.
+        self.num_read = 0  # tokens
         self.context: list[int] = []
-        self.context_text = ""
         self.pending: list[int] = []
-        self.unread: list[int] = []
+        self.num_taken = 0  # characters of what is pending that are in `text`
 
-    def append(self, token_id: int) -> None:
-        self.unread.append(token_id)
-
-    def catch_up(self) -> None:
-        for token_id in self.unread:
-            self._read(token_id)
-        self.unread = []
-
-    def _read(self, token_id: int) -> None:
-        self.pending.append(token_id)
-        token = self.tokenizer.backend_tokenizer.id_to_token(token_id) or ""
-        if token.startswith("<0x") or not self._decode([token_id]):  # bytes may still go on
-            return
-        decoded = self._decode(self.context + self.pending)
-        piece = decoded[len(self.context_text):]
-        if piece and not piece.endswith("\ufffd") and decoded.startswith(self.context_text):
-            self.text += piece
-            self.context, self.pending = self.pending, []
-            self.context_text = self._decode(self.context)
-
-    def flush(self, token_ids: list[int]) -> None:
-        """After the last token: show what was held back in the middle of a character."""
-        self.text = self._decode(token_ids)
-        self.unread = []
-
-    def _decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: list[int]) -> str:
+        if self.tokenizer is None:
+            return ""
         return self.tokenizer.backend_tokenizer.decode(
             token_ids, skip_special_tokens=self.params.skip_special_tokens)
+
+    def _decode_pending(self) -> str:
+        before, whole = self.decode(self.context), self.decode(self.context + self.pending)
+        # While a character is open, some tokenizers read all bytes in front of it as invalid.
+        return whole[len(before):] if whole.startswith(before) else self.decode(self.pending)
+
+    def read(self, token_ids: list[int]) -> None:
+        """Take what is new in `token_ids`, all tokens of the completion so far."""
+        for token_id in token_ids[self.num_read:]:
+            self.pending.append(token_id)
+            piece = self._decode_pending()
+            num_open = min(3, len(piece) - len(piece.rstrip("\ufffd")))
+            self.text += piece[self.num_taken:len(piece) - num_open]
+            self.num_taken = max(self.num_taken, len(piece) - num_open)
+            if not num_open and (piece or self.context):
+                self.context = self.pending if piece else self.context
+                self.pending, self.num_taken = [], 0
+            elif len(self.pending) > 16:  # bytes that never become a character
+                latest = self.decode(self.pending[8:])
+                if len(latest) > num_open and piece.endswith(latest):
+                    self.context, self.pending = [], self.pending[8:]
+                    self.num_taken -= len(piece) - len(latest)
+        self.num_read = len(token_ids)
+
+    def finish(self, token_ids: list[int]) -> None:
+        """After the last token nothing is open any more: the text is the tokenizer's decoding."""
+        whole = self.decode(token_ids)
+        if whole.startswith(self.text):
+            self.text = whole
+        else:  # an invalid byte has changed how those before it read, but they have been shown
+            self.read(token_ids)
+            self.text += self._decode_pending()[self.num_taken:]
 
     def cut_at_stop(self, num_searched: int) -> str | None:
         """Cut the text at the first stop string that ends behind `num_searched` characters."""
         found = []
-        for stop in self.stop:
+        for stop in self.params.stop:
             position = self.text.find(stop, max(0, num_searched - len(stop) + 1))
             if position >= 0:
                 found.append((position, stop))
@@ -223,39 +234,33 @@ class Sequence:
 
     __slots__ = ("request", "index", "order", "seed", "token_ids", "num_prompt_tokens",
                  "num_computed_tokens", "num_scheduled_tokens", "draft_token_ids", "ngrams",
-                 "num_indexed_tokens", "block_table", "block_keys", "num_registered_blocks",
-                 "prefix_id", "detokenizer", "logprobs", "cumulative_logprob", "candidates",
-                 "finish_reason", "stop_reason")
+                 "block_table", "prefixes", "num_registered_blocks", "detokenizer", "logprobs",
+                 "cumulative_logprob", "candidates", "finish_reason", "stop_reason")
 
-    def __init__(self, request: Request, index: int, seed: int) -> None:
-        self.request = request
-        self.index = index
+    def __init__(self, request: Request, index: int) -> None:
+        self.request, self.index = request, index
         self.order = (request.priority, request.arrival, index)
-        self.seed = seed
+        self.seed = branch_seed(request.seed, index)
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = 0
         self.num_scheduled_tokens = 0
         self.draft_token_ids: list[int] = []
-        self.ngrams: dict[tuple[int, ...], int] = {}  # see PromptLookup in scheduler.py
-        self.num_indexed_tokens = 1
+        self.ngrams: Any = None  # the drafter's notes, see proposals.py
         self.block_table: list[int] = []
-        # The prefix cache's notes: (hash, token bytes) of each full block, how many of them are
-        # registered, and under which id the last of these is (see block_manager.py).
-        self.block_keys: list[tuple[bytes, bytes]] = []
+        # The full blocks' prefixes, as far as hashed, and how many of them others may find.
+        self.prefixes: list[Any] = []
         self.num_registered_blocks = 0
-        self.prefix_id = 0
-        self.detokenizer = (Detokenizer(request.tokenizer, request.params)
-                            if request.tokenizer is not None else None)
-        self.logprobs: list[dict[int, Logprob]] | None = (
-            None if request.params.logprobs is None else [])
-        self.cumulative_logprob = 0.0
+        self.detokenizer = Detokenizer(request.tokenizer, request.params)
+        has_logprobs = request.params.logprobs is not None
+        self.logprobs: list[dict[int, Logprob]] | None = [] if has_logprobs else None
+        self.cumulative_logprob = 0.0 if has_logprobs else None
         self.candidates: dict[int, Logprob] | None = None  # a beam's offers, until all have some
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
 
-    def get_order(self) -> tuple[int, int, int]:
-        return self.order
+    def __lt__(self, other: Sequence) -> bool:
+        return self.order < other.order
 
     @property
     def num_tokens(self) -> int:
@@ -269,23 +274,13 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens:]
 
-    def append_logprobs(self, token_id: int, logprobs: dict[int, Logprob]) -> None:
-        if self.logprobs is None:
-            return
-        self.logprobs.append(logprobs)
-        self.cumulative_logprob += logprobs[token_id].logprob
-
-    @property
-    def text(self) -> str:
-        if self.detokenizer is None:
-            return ""
-        self.detokenizer.catch_up()
-        return self.detokenizer.text
-
-    def append(self, token_id: int) -> None:
+    def append(self, token_id: int, logprobs: dict[int, Logprob]) -> None:
         """Take one sampled token, and set finish_reason if it is the last."""
         self.token_ids.append(token_id)
         request = self.request
+        if self.logprobs is not None and self.cumulative_logprob is not None:
+            self.logprobs.append(logprobs)
+            self.cumulative_logprob += logprobs[token_id].logprob
         num_generated = len(self.token_ids) - self.num_prompt_tokens
         may_stop = num_generated >= request.params.min_tokens
         if may_stop and token_id in request.stop_token_ids:
@@ -294,48 +289,51 @@ class Sequence:
                 self.stop_reason = token_id
         elif num_generated >= request.max_tokens:
             self.finish_reason = "length"
-        if self.detokenizer is not None:
-            self._append_text(self.detokenizer, token_id, may_stop)
+        if self.finish_reason is not None or request.params.stop:
+            self._look_for_stop(may_stop)
 
-    def _append_text(self, detokenizer: Detokenizer, token_id: int, may_stop: bool) -> None:
-        num_searched = len(detokenizer.text)
-        detokenizer.append(token_id)
-        if self.finish_reason is not None:
-            detokenizer.flush(self.output_token_ids)
-        elif detokenizer.stop:
-            detokenizer.catch_up()
-        if may_stop and detokenizer.stop:
-            stop = detokenizer.cut_at_stop(num_searched)
-            if stop is not None:
-                self.finish_reason, self.stop_reason = "stop", stop
-
-    @property
-    def reports_logprob(self) -> bool:
-        return self.logprobs is not None or self.request.beam_search is not None
+    def _look_for_stop(self, may_stop: bool) -> None:
+        num_searched = len(self.detokenizer.text)
+        if self.finish_reason is None:
+            self.detokenizer.read(self.output_token_ids)
+        else:
+            self.detokenizer.finish(self.output_token_ids)
+        stop = self.detokenizer.cut_at_stop(num_searched) if may_stop else None
+        if stop is not None:
+            self.finish_reason, self.stop_reason = "stop", stop
 
     @property
     def progress(self) -> tuple[int, int, str | None]:
-        """Tokens and characters that may be shown by now, and the reason if it is over."""
-        num_chars = 0
-        if self.detokenizer is not None:
-            finished = self.finish_reason is not None
-            num_chars = len(self.text)
-            if not finished:
-                num_chars = max(0, num_chars - self.detokenizer.held_back)
+        """Tokens and characters that may be shown by now, and the reason if it is over.
+
+        Until then the last characters are held back: they may be the beginning of a stop string.
+        """
+        num_held_back = 0
+        if self.finish_reason is None:
+            self.detokenizer.read(self.output_token_ids)
+            num_held_back = max(map(len, self.request.params.stop), default=1) - 1
+        num_chars = max(0, len(self.detokenizer.text) - num_held_back)
         return self.num_generated_tokens, num_chars, self.finish_reason
 
     def output(self, num_tokens_before: int = 0, num_chars_before: int = 0) -> CompletionOutput:
         """What is there, or only what is new since so many tokens and characters."""
-        num_tokens, num_chars, _ = self.progress
+        _, num_chars, finish_reason = self.progress
         return CompletionOutput(
             index=self.index,
-            text=self.text[num_chars_before:num_chars],
-            token_ids=self.token_ids[self.num_prompt_tokens + num_tokens_before:],
-            cumulative_logprob=self.cumulative_logprob if self.reports_logprob else None,
+            text=self.detokenizer.text[num_chars_before:num_chars],
+            token_ids=self.output_token_ids[num_tokens_before:],
+            cumulative_logprob=self.cumulative_logprob,
             logprobs=None if self.logprobs is None else self.logprobs[num_tokens_before:],
-            finish_reason=self.finish_reason,
+            finish_reason=finish_reason,
             stop_reason=self.stop_reason,
         )
+
+
+def branch_seed(seed: int, index: int) -> int:
+    """Branch 0 has the request's own seed, so n = 1 and the first of n agree."""
+    if index == 0:
+        return seed
+    return xxhash.xxh3_64_intdigest(index.to_bytes(8, "little"), seed=seed % 2**64)
 
 
 @dataclass(eq=False)
@@ -357,16 +355,13 @@ class Request:
     end_token_ids: frozenset[int]
     tokenizer: Any = None
     cache_salt: bytes = b""
-    beam_search: BeamSearch | None = None  # then `sequences` are the live beams
-    is_stepwise: bool = False  # came by add_request, so its output belongs to `step`
-    num_cached_tokens: int | None = None
+    num_cached_tokens: int | None = None  # None until it first runs
     sequences: list[Sequence] = field(init=False)
 
     def __post_init__(self) -> None:
         ends = frozenset() if self.params.ignore_eos else self.end_token_ids
-        self.stop_token_ids = ends | frozenset(self.params.stop_token_ids or ())
-        self.sequences = [Sequence(self, index, branch_seed(self.seed, index))
-                          for index in range(self.params.n)]
+        self.stop_token_ids = ends | frozenset(self.params.stop_token_ids)
+        self.sequences = [Sequence(self, index) for index in range(self.params.n)]
 
     @property
     def finished(self) -> bool:
@@ -381,10 +376,3 @@ class Request:
             finished=self.finished,
             num_cached_tokens=self.num_cached_tokens or 0,
         )
-
-
-def branch_seed(seed: int, index: int) -> int:
-    """Branch 0 has the request's own seed, so n = 1 and the first of n agree."""
-    if index == 0:
-        return seed
-    return xxhash.xxh3_64_intdigest(index.to_bytes(8, "little"), seed=seed % 2**64)

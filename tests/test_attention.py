@@ -1,12 +1,14 @@
-"""The reference attention against a loop over rows; what is unwritten must not be read."""
+"""The reference and the CPU attention against a loop over rows; what is unwritten is not read."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import generate, hf_greedy, make_engine, prompts_of
+from models import make_engine
+from oracles import generate, hf_greedy, prompts_of
 
 from nanopage.attention import AttentionMetadata, ReferenceAttention
+from nanopage.cpu import CpuAttention
 
 
 def by_rows(q, k, v, scale, window):
@@ -23,7 +25,14 @@ def by_rows(q, k, v, scale, window):
     return out
 
 
-def random_case(query_lens, context_lens, heads, kv_heads, block_size=4, head_dim=8,
+BACKENDS = [ReferenceAttention, CpuAttention]
+
+
+def cumulate(lens):
+    return torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
+
+
+def random_case(backend, query_lens, context_lens, heads, kv_heads, block_size=4, head_dim=8,
                 dtype=torch.float32, seed=0):
     """Scattered blocks, junk behind the tables, NaN in every slot that is not a token's."""
     generator = torch.Generator().manual_seed(seed)
@@ -35,8 +44,8 @@ def random_case(query_lens, context_lens, heads, kv_heads, block_size=4, head_di
     order = (torch.randperm(sum(counts), generator=generator) + 1).tolist()
     tables = torch.randint(1, sum(counts) + 1, (len(counts), max(counts) + 2),
                            dtype=torch.int32, generator=generator)
-    cache = torch.full((2, sum(counts) + 1, kv_heads, block_size, head_dim), float("nan"),
-                       dtype=dtype)
+    cache = torch.full((2, sum(counts) + 1, *backend.block_shape(block_size, kv_heads, head_dim)),
+                       float("nan"), dtype=dtype)
     q, ks, vs, slots, old_slots = rand(sum(query_lens), heads, head_dim), [], [], [], []
     for i, (num_queries, length) in enumerate(zip(query_lens, context_lens)):
         table = [order.pop() for _ in range(counts[i])]
@@ -46,32 +55,30 @@ def random_case(query_lens, context_lens, heads, kv_heads, block_size=4, head_di
         for position in range(length):
             slot = table[position // block_size] * block_size + position % block_size
             (old_slots if position < length - num_queries else slots).append(slot)
-
-    def cumulate(lens):
-        return torch.tensor([0, *lens]).cumsum(0).to(torch.int32)
-
-    metadata = AttentionMetadata(
-        slot_mapping=torch.tensor(slots), cu_seqlens_q=cumulate(query_lens),
-        cu_seqlens_k=cumulate(context_lens),
-        context_lens=torch.tensor(context_lens, dtype=torch.int32), block_tables=tables,
-        max_query_len=max(query_lens), max_context_len=max(context_lens), query_len=None)
+    metadata = AttentionMetadata.build(
+        cumulate(query_lens), torch.tensor(context_lens, dtype=torch.int32), tables,
+        sum(query_lens), block_size, max_query_len=max(query_lens),
+        max_context_len=max(context_lens), query_len=None)
+    assert metadata.slot_mapping.tolist() == slots
+    assert torch.equal(metadata.cu_seqlens_k, cumulate(context_lens))
     old_k = torch.cat([k[:len(k) - n] for k, n in zip(ks, query_lens)])
     old_v = torch.cat([v[:len(v) - n] for v, n in zip(vs, query_lens)])
     old_metadata = replace(metadata, slot_mapping=torch.tensor(old_slots, dtype=torch.int64))
-    ReferenceAttention().store(old_k, old_v, cache, old_metadata)
+    backend.store(old_k, old_v, cache, old_metadata)
     new_k = torch.cat([k[len(k) - n:] for k, n in zip(ks, query_lens)])
     new_v = torch.cat([v[len(v) - n:] for v, n in zip(vs, query_lens)])
     return q, ks, vs, new_k, new_v, cache, metadata
 
 
+@pytest.mark.parametrize("make", BACKENDS)
 @pytest.mark.parametrize("window", [None, 1, 5])
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (8, 1)])
-def test_reference_is_attention(heads, kv_heads, window):
+def test_reference_is_attention(make, heads, kv_heads, window):
     query_lens = [1, 1, 1, 3, 3, 7, 40, 1]
     context_lens = [1, 9, 16, 3, 12, 30, 45, 21]
+    backend = make()
     q, ks, vs, new_k, new_v, cache, metadata = random_case(
-        query_lens, context_lens, heads, kv_heads)
-    backend = ReferenceAttention()
+        backend, query_lens, context_lens, heads, kv_heads)
     backend.store(new_k, new_v, cache, metadata)
     out = backend.attend(q, cache, metadata, 0.3, window)
     first = 0
@@ -81,57 +88,57 @@ def test_reference_is_attention(heads, kv_heads, window):
         first += num_queries
 
 
-def test_rows_without_keys_give_zero():
-    """K4: a padding row of a captured batch: length 0, table 0, and the scratch block is dirty."""
-    cache = torch.full((2, 3, 2, 4, 8), float("nan"))
+@pytest.mark.parametrize("make", BACKENDS)
+def test_rows_without_keys_give_zero(make):
+    """A padding row of a captured batch: length 0, table 0, and the scratch block is dirty."""
+    backend = make()
+    cache = torch.full((2, 3, *backend.block_shape(4, 2, 8)), float("nan"))
     cache[:, 1] = 1.0
-    metadata = AttentionMetadata(
-        slot_mapping=torch.tensor([4, 0, 0]),
-        cu_seqlens_q=torch.arange(4, dtype=torch.int32),
-        cu_seqlens_k=torch.tensor([0, 1, 1, 1], dtype=torch.int32),
-        context_lens=torch.tensor([1, 0, 0], dtype=torch.int32),
-        block_tables=torch.tensor([[1, 0], [0, 0], [0, 0]], dtype=torch.int32),
+    metadata = AttentionMetadata.build(
+        torch.arange(4, dtype=torch.int32), torch.tensor([1, 0, 0], dtype=torch.int32),
+        torch.tensor([[1, 0], [0, 0], [0, 0]], dtype=torch.int32), 3, 4,
         max_query_len=1, max_context_len=1, query_len=1)
-    out = ReferenceAttention().attend(torch.ones(3, 4, 8), cache, metadata, 1.0, None)
+    out = backend.attend(torch.ones(3, 4, 8), cache, metadata, 1.0, None)
     assert torch.equal(out[0], torch.ones(4, 8)) and torch.equal(out[1:], torch.zeros(2, 4, 8))
 
 
+@pytest.mark.parametrize("make", BACKENDS)
 @pytest.mark.parametrize("num_keys", [0, 3])
-def test_a_chunk_with_fewer_keys_than_queries(num_keys):
+def test_a_chunk_with_fewer_keys_than_queries(make, num_keys):
     """Its first queries have none: zero, and the last see what there is."""
-    cache = torch.full((2, 3, 2, 4, 8), float("nan"))
-    metadata = AttentionMetadata(
-        slot_mapping=torch.arange(4, 4 + num_keys),
-        cu_seqlens_q=torch.tensor([0, 6], dtype=torch.int32),
-        cu_seqlens_k=torch.tensor([0, num_keys], dtype=torch.int32),
-        context_lens=torch.tensor([num_keys], dtype=torch.int32),
-        block_tables=torch.tensor([[1, 2]], dtype=torch.int32),
+    backend = make()
+    cache = torch.full((2, 3, *backend.block_shape(4, 2, 8)), float("nan"))
+    metadata = AttentionMetadata.build(
+        cumulate([6]), torch.tensor([num_keys], dtype=torch.int32),
+        torch.tensor([[1, 2]], dtype=torch.int32), 6, 4,
         max_query_len=6, max_context_len=num_keys, query_len=None)
-    backend, ones = ReferenceAttention(), torch.ones(num_keys, 2, 8)
-    backend.store(ones, ones, cache, metadata)
+    ones = torch.ones(num_keys, 2, 8)
+    backend.store(ones, ones, cache, replace(
+        metadata, slot_mapping=torch.arange(4, 4 + num_keys)))
     out = backend.attend(torch.ones(6, 4, 8), cache, metadata, 1.0, None)
     expected = torch.zeros(6, 4, 8)
     expected[6 - num_keys:] = 1
     torch.testing.assert_close(out, expected)
 
 
+@pytest.mark.parametrize("make", BACKENDS)
 @pytest.mark.parametrize("field, value", [
     ("block_tables", lambda t: t.long()), ("block_tables", lambda t: t.T.contiguous().T),
     ("context_lens", lambda t: t.long()), ("cu_seqlens_q", lambda t: t.float()),
     ("cu_seqlens_k", lambda t: t.repeat_interleave(2)[::2]), ("slot_mapping", lambda t: t.int()),
 ])
-def test_reference_demands_what_flash_attn_demands(field, value):
-    q, _, _, new_k, new_v, cache, metadata = random_case([1, 2], [5, 6], 4, 2)
+def test_reference_demands_what_flash_attn_demands(make, field, value):
+    backend = make()
+    q, _, _, new_k, new_v, cache, metadata = random_case(backend, [1, 2], [5, 6], 4, 2)
     setattr(metadata, field, value(getattr(metadata, field)))
     with pytest.raises(AssertionError):
-        ReferenceAttention().store(new_k, new_v, cache, metadata)
+        backend.store(new_k, new_v, cache, metadata)
 
 
 def test_a_request_with_nan_does_not_poison_the_next(r_model):
     """Blocks are reused uncleared: what an overflow left in them is never read."""
-    llm = make_engine(r_model, num_blocks=8)
+    llm = make_engine(r_model, num_blocks=8, enable_prefix_caching=False)
     prompts = prompts_of([9, 6, 3])
     for prompt in prompts:
         assert generate(llm, [prompt], max_tokens=6) == [hf_greedy(r_model, prompt, 6)]
-        llm._reset()
         llm.model_runner.kv_cache.fill_(float("inf"))

@@ -4,7 +4,8 @@ import math
 from dataclasses import fields
 
 import pytest
-from conftest import check_idle, generate, hf_greedy, make_engine
+from models import make_engine
+from oracles import check_idle, generate, hf_greedy
 
 from nanopage import LLM, BeamSearchParams, SamplingParams
 from nanopage.config import EngineConfig

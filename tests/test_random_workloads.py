@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import check_idle, generate, hf_greedy, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from models import make_engine
+from oracles import Fault, check_idle, generate, hf_greedy
 
 from nanopage import BeamSearchParams, SamplingParams
 
@@ -65,17 +66,7 @@ engines = st.fixed_dictionaries(dict(
     speculate=st.booleans(), static=st.booleans()))
 
 
-class Limit:
-    """A hang shows as a step count that no such workload can need."""
-
-    def __init__(self, llm, most=4000):
-        self.num_steps, self.most, self.step = 0, most, llm._step
-        llm._step = self
-
-    def __call__(self):
-        self.num_steps += 1
-        assert self.num_steps < self.most, "no progress"
-        return self.step()
+MOST_STEPS = 4000  # no such workload can need more: a hang shows as that many
 
 
 def build(path, options, workload):
@@ -94,7 +85,6 @@ def build(path, options, workload):
     if static:
         llm.model_runner.capture_decode(lambda function: function)
     llm.model_runner.kv_cache.fill_(float("nan"))
-    Limit(llm)
     return llm
 
 
@@ -102,23 +92,20 @@ def add(llm, prompt, params, priority=0):
     """Queue a request of either kind for `step`."""
     if isinstance(params, SamplingParams):
         return llm.add_request(prompt, params, priority)
-    run, caught = llm._run, []
-    llm._run = lambda requests, use_tqdm: caught.extend(requests) or []
-    llm.beam_search([prompt], params)
-    llm._run = run
-    caught[0].is_stepwise = True
-    llm._queue(caught[0])
-    return caught[0].request_id
+    request, = llm._make_beam_requests([prompt], params)
+    llm.requests[request.request_id] = request
+    llm.scheduler.add(request)
+    return request.request_id
 
 
-_alone: dict = {}
+ALONE: dict = {}
 
 
 def alone(model, prompt, params):
     """What the request answers by itself; greedy answers are checked against transformers."""
     path, llm = model
     key = (path, tuple(prompt), repr(params))
-    if key not in _alone:
+    if key not in ALONE:
         if isinstance(params, BeamSearchParams):
             output = llm.beam_search([prompt], params)[0]
         else:
@@ -127,8 +114,8 @@ def alone(model, prompt, params):
                 for completion in output.outputs:
                     ids = completion.token_ids
                     assert ids == hf_greedy(path, prompt, len(ids))
-        _alone[key] = answer(output)
-    return _alone[key]
+        ALONE[key] = answer(output)
+    return ALONE[key]
 
 
 def answer(output):
@@ -167,6 +154,7 @@ def test_random_workloads(roomy, data, family, options, workload):
                 assert output.request_id not in ended
                 ended[output.request_id] = answer(output)
         step += 1
+        assert step < MOST_STEPS
     for request_id, item in live.items():
         got = ended[request_id]
         if got is not None:
@@ -182,27 +170,20 @@ def test_faults_at_random_steps(roomy, options, workload, call, family, error):
     """Promise 10: whatever the model raises, and whenever, no ghost is left."""
     path, _ = roomy[family]
     llm = build(path, options, workload)
-    forward, left = llm.model_runner._forward, [call]
-
-    def faulty(*args):
-        left[0] -= 1
-        if left[0] == 0:
-            raise error("on purpose")
-        return forward(*args)
-
-    llm.model_runner._forward = faulty
-    if llm.model_runner.decode_graph is not None:
-        llm.model_runner.decode_graph.forward = faulty
+    fault = Fault(llm, error("on purpose"), call)
     for prompt, params in workload:
         add(llm, prompt, params)
     try:
-        while llm.has_unfinished_requests():
+        for _ in range(MOST_STEPS):
             llm.step()
+            if not llm.has_unfinished_requests():
+                break
+        assert not llm.has_unfinished_requests()
     except error:
         assert not llm.has_unfinished_requests() and llm.step() == []
         llm.model_runner.kv_cache.fill_(float("nan"))  # nothing of it may be offered as a hit
     check_idle(llm)
-    left[0] = 0
+    fault.call = 0
     for prompt, params in workload:
         request_id = add(llm, prompt, params)
         outputs = []

@@ -1,7 +1,8 @@
 """I: what a caller may send, what is refused, and what is left behind afterwards."""
 
 import pytest
-from conftest import check_idle, generate, hf_greedy, make_engine, prompts_of
+from models import make_engine
+from oracles import Fault, check_idle, generate, hf_greedy, prompts_of
 
 from nanopage import LLM, SamplingParams
 
@@ -84,25 +85,6 @@ def test_length_limits_of_the_engine(r_model):
         make_engine(r_model, **by_memory, max_model_len=161)
     llm = make_engine(r_model, num_blocks=None, max_num_seqs=2)  # no more than can ever be used
     assert llm.model_runner.num_blocks == 2 * 128
-
-
-class Fault:
-    """Makes the model raise on its n-th call."""
-
-    def __init__(self, llm, error, call=3):
-        self.llm, self.error, self.call = llm, error, call
-        self.model = llm.model_runner.model
-        llm.model_runner.model = self
-
-    def __getattr__(self, name):
-        return getattr(self.model, name)
-
-    def __call__(self, *args):
-        self.call -= 1
-        if self.call == 0:
-            self.llm.model_runner.model = self.model
-            raise self.error
-        return self.model(*args)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("x"), MemoryError()])

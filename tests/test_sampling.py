@@ -2,15 +2,8 @@
 
 import pytest
 import torch
-from conftest import (
-    check_idle,
-    check_logprobs,
-    generate,
-    hf_greedy,
-    make_engine,
-    make_table_model,
-    prompts_of,
-)
+from models import make_engine, make_table_model
+from oracles import check_idle, check_logprobs, generate, hf_greedy, prompts_of
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,

@@ -4,18 +4,19 @@ import itertools
 
 import pytest
 import torch
-from conftest import (
+from models import make_engine, make_table_model
+from oracles import (
     check_idle,
     check_logprobs,
     generate,
     hf_greedy,
     hf_logprobs,
     hf_model,
-    make_engine,
     prompts_of,
 )
 
 from nanopage import BeamSearchParams, SamplingParams, demo
+from nanopage.scheduler import Batch
 
 
 def branches(llm, prompt, **params):
@@ -99,7 +100,6 @@ def test_seeded_branches_differ_and_repeat(r_model):
 
 def test_branches_of_different_lengths(tmp_path_factory):
     """E1: siblings that end at different depths all arrive complete."""
-    from conftest import make_table_model
     table = torch.full((8, 8), -60.0)
     table[:, :4] = torch.tensor([0.4, 0.3, 0.2, 0.1]).log()
     path = make_table_model(tmp_path_factory.mktemp("ends"), table, vocab_size=8, eos_token_id=2)
@@ -271,18 +271,18 @@ def test_preempted_beams_that_need_the_whole_pool(model_dir):
     """They come back without leaving headroom, or the first would wait for the last for ever."""
     path = model_dir("llama", vocab_size=24, initializer_range=0.15)
     llm = make_engine(path, num_blocks=24, enable_prefix_caching=False)
-    step, num_steps = llm._step, 0
+    update, num_steps = llm.scheduler.update, 0
 
-    def watched():
+    def watched(batch, samples):
         nonlocal num_steps
         num_steps += 1
-        touched = step()
+        touched = update(batch, samples)
         if num_steps == 19:
             while llm.scheduler.running:
-                llm.scheduler._preempt(llm.scheduler.running.pop())
+                llm.scheduler._preempt(llm.scheduler.running.pop(), batch)
         return touched
 
-    llm._step = watched
+    llm.scheduler.update = watched
     output = llm.beam_search([[6, 7, 8]], BeamSearchParams(beam_width=4, max_tokens=21))[0]
     assert_same_beams(our_beams(output), hf_beams(path, [6, 7, 8], 4, 21))
     assert llm.metrics().peak_used_blocks == 24  # recomputed without the cache, they share nothing
@@ -303,7 +303,7 @@ def test_a_preempted_beam_makes_its_offers_anew(r_model):
     llm.model_runner.execute = watched
     llm.beam_search([[1, 2, 3]], BeamSearchParams(beam_width=2, max_tokens=3))
     assert seq.candidates is not None
-    llm.scheduler._preempt(seq)
+    llm.scheduler._preempt(seq, Batch())
     assert seq.candidates is None
     llm.scheduler.waiting.clear()
 

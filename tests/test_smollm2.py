@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from conftest import check_idle, generate, hf_greedy, hf_logprobs, make_engine
+from models import make_engine
+from oracles import check_idle, generate, hf_greedy, hf_logprobs
 
 from nanopage import SamplingParams, demo
 

@@ -2,18 +2,11 @@
 
 import pytest
 import torch
-from conftest import (
-    check_idle,
-    check_logprobs,
-    generate,
-    hf_greedy,
-    make_engine,
-    make_table_model,
-    prompts_of,
-)
+from models import make_engine, make_table_model
+from oracles import check_idle, check_logprobs, generate, hf_greedy, prompts_of
 
 from nanopage import SamplingParams, demo
-from nanopage.scheduler import PromptLookup
+from nanopage.proposals import PromptLookup
 from nanopage.sequence import Request, Sequence
 
 NGRAM = dict(method="ngram", num_speculative_tokens=4, prompt_lookup_min=2, prompt_lookup_max=4)
@@ -30,7 +23,7 @@ def repetitive_prompts():
 
 
 def propose(token_ids, **changes):
-    seq = Sequence(Request("0", 0, 0, None, token_ids, SamplingParams(), 16, 0, frozenset()), 0, 0)
+    seq = Sequence(Request("0", 0, 0, None, token_ids, SamplingParams(), 16, 0, frozenset()), 0)
     drafter = PromptLookup(**{**{k: v for k, v in NGRAM.items() if k != "method"}, **changes})
     return drafter.propose(seq, 9), drafter, seq
 

@@ -1,0 +1,135 @@
+"""Which continuations are proposed?
+
+A leaf: the engine is whole without it. Two features propose tokens that the loop in scheduler.py
+then treats like any others. *Prompt lookup* guesses the next tokens of a sequence, and one forward
+pass verifies them all. *Beam search* ranks the offers of several sequences; the scheduler turns its
+choice into forks and frees, and beams share every block up to where they part (paper, section 4.4).
+
+Invariants: a draft never changes what is sampled; no beam is listed twice, nothing follows an end
+token, and a score is
+
+    sum of logprobs / generated length ** length_penalty,   the end token counted.
+
+Next: scheduler.py, which computes what is proposed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from nanopage.sequence import Checked, Request, SamplingParams, Sequence, between, check_number
+
+
+@dataclass(frozen=True)
+class PromptLookup(Checked):
+    """Drafts without a draft model: what followed the last tokens when they came up before.
+
+    Names as in vLLM's speculative_config, method "ngram" (v1/spec_decode/ngram_proposer.py). Each
+    sequence keeps an index from n-gram to the position behind its latest occurrence: a step adds
+    one entry for each n and looks up at most as many, however long the text.
+    """
+
+    num_speculative_tokens: int = between(1)
+    prompt_lookup_min: int = between(1)
+    prompt_lookup_max: int = between(1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_number("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min)
+
+    def propose(self, seq: Sequence, most: int) -> list[int]:
+        """At most `most` tokens; none if the last n-gram is new, the longest n first."""
+        token_ids = seq.token_ids
+        num_indexed, index = seq.ngrams or (1, {})
+        sizes = range(self.prompt_lookup_max, self.prompt_lookup_min - 1, -1)
+        for end in range(num_indexed, len(token_ids)):
+            for n in sizes:
+                index[tuple(token_ids[max(0, end - n):end])] = end
+        seq.ngrams = len(token_ids), index
+        for n in sizes:
+            found = index.get(tuple(token_ids[-n:]))
+            if found is not None:
+                return token_ids[found:found + min(most, self.num_speculative_tokens)]
+        return []
+
+
+@dataclass
+class BeamSearchParams(Checked):
+    """Names as in vLLM. Raises ValueError naming the field, its value and what is allowed."""
+
+    beam_width: int = between(1)
+    max_tokens: int = between(1)
+    ignore_eos: bool = False
+    length_penalty: float = between(-100, 100, default=1.0)
+
+    def to_sampling_params(self, num_end_tokens: int) -> SamplingParams:
+        """What each beam is asked for: so many offers that, even if the best ones all end,
+        enough are left to continue with (as many as transformers looks at)."""
+        num_offers = max(2, 1 + (0 if self.ignore_eos else num_end_tokens)) * self.beam_width
+        return SamplingParams(temperature=0, max_tokens=self.max_tokens, logprobs=num_offers,
+                              ignore_eos=self.ignore_eos)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """`beam` continued by `token_id`."""
+
+    beam: Sequence
+    token_id: int
+    cumulative_logprob: float
+
+    def grow(self, index: int) -> Sequence:
+        """The continued sequence, with nothing computed and no blocks yet."""
+        seq = Sequence(self.beam.request, index)
+        seq.token_ids = self.beam.token_ids + [self.token_id]
+        seq.cumulative_logprob, seq.logprobs = self.cumulative_logprob, None
+        return seq
+
+
+@dataclass(eq=False)
+class BeamRequest(Request):
+    """A request whose sequences are its live beams, and in the end its results.
+
+    The ranking is transformers' (`num_beams`, generation/utils.py, `_beam_search`).
+    """
+
+    beam_width: int = 1
+    length_penalty: float = 1.0
+    ended: list[tuple[float, Candidate]] = field(default_factory=list)  # with scores, best first
+
+    def advance(self) -> list[tuple[Sequence, Sequence]]:
+        """Take every beam's offers; returns (parent, child) for each beam that lives on.
+
+        If none does, the search is over, and `sequences` are the results.
+        """
+        num_generated = self.sequences[0].num_generated_tokens + 1
+        candidates = [
+            Candidate(beam, token_id, (beam.cumulative_logprob or 0.0) + offer.logprob)
+            for beam in self.sequences for token_id, offer in (beam.candidates or {}).items()]
+        candidates.sort(key=lambda candidate: -candidate.cumulative_logprob)
+        live = []
+        for place, candidate in enumerate(candidates[:self.params.logprobs]):
+            if num_generated < self.max_tokens and candidate.token_id not in self.stop_token_ids:
+                live.append(candidate)
+            elif place < self.beam_width:
+                self.ended.append((self._score(candidate, num_generated), candidate))
+        self.ended.sort(key=lambda scored: -scored[0])
+        del self.ended[self.beam_width:]
+        # Stop when even the best live beam, at its present length, would not be among the ended.
+        if len(self.ended) == self.beam_width and live:
+            if self._score(live[0], num_generated) <= self.ended[-1][0]:
+                live = []
+        children = [candidate.grow(i) for i, candidate in enumerate(live[:self.beam_width])]
+        self.sequences = children or self._results()
+        return [(candidate.beam, child) for candidate, child in zip(live, children)]
+
+    def _score(self, candidate: Candidate, num_generated: int) -> float:
+        return candidate.cumulative_logprob / num_generated ** self.length_penalty
+
+    def _results(self) -> list[Sequence]:
+        results = [candidate.grow(index) for index, (_, candidate) in enumerate(self.ended)]
+        for seq in results:
+            is_end = seq.token_ids[-1] in self.stop_token_ids
+            seq.finish_reason = "stop" if is_end else "length"
+            seq.detokenizer.finish(seq.output_token_ids)
+        return results

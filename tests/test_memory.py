@@ -1,0 +1,41 @@
+"""How much memory the pool takes, and that it is given back."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from models import make_engine
+from oracles import generate, prompts_of
+
+
+def test_an_engine_gives_its_memory_back(r_model):
+    """K5, the part that needs no GPU: nothing keeps a deleted engine alive."""
+    llm = make_engine(r_model)
+    llm.model_runner.capture_decode(lambda function: function)
+    generate(llm, prompts_of([9]), max_tokens=4)
+    cache = weakref.ref(llm.model_runner.kv_cache)
+    del llm
+    gc.collect()
+    assert cache() is None
+
+
+def test_gpu_cache_sizing_arithmetic(r_model, monkeypatch):
+    """K5: what others hold is not ours, what is not free cannot be taken; else an error."""
+    llm = make_engine(r_model, gpu_memory_utilization=0.3)
+    runner, gib = llm.model_runner, 1 << 30
+    monkeypatch.setattr(runner, "_run_largest_prefill", lambda: None)
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2 * gib)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 3 * gib)
+
+    def spare(free):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * gib, 100 * gib))
+        return runner._spare_gpu_memory() / gib
+
+    assert 26 < spare(free=95) < 27  # 30 % of 100 GiB, less 3 at the peak, less graphs
+    assert 26 < spare(free=58) < 27  # another process holds 40 %: there is room all the same
+    assert 8 < spare(free=10) < 9  # it holds nearly all: what is free is the limit
+    with pytest.raises(ValueError, match="gpu_memory_utilization=0.3.*no room"):
+        spare(free=1)
