@@ -5,9 +5,10 @@ One pool holds the cache of all layers: [num_layers, 2, num_blocks + 1, *block].
 block table, to the keys of its own sequence up to its own position.
 
 A backend is one implementation of the two. It owns the layout inside a block and nothing else.
-`ReferenceAttention` is the definition, in plain torch; it checks what flash-attn checks, so that a
-call that works here works there. On a GPU `FlashAttention` calls flash-attn, and `VarlenAttention`
-the kernel that torch itself brings. What is fast on a CPU is a leaf, cpu.py.
+`ReferenceAttention` is the definition, in plain torch. On a GPU `FlashAttention` calls flash-attn,
+and `VarlenAttention` the kernel that torch itself brings. What is fast on a CPU is a leaf, cpu.py.
+The metadata of a step is checked for what flash-attn demands, whatever the backend, so that a call
+that works here works there.
 
 Invariants: what a sequence has not written is never read into a result, be it NaN; a row without
 keys (padding) gives exactly 0.
@@ -45,6 +46,12 @@ class AttentionMetadata:
     cu_seqlens_k: Tensor  # [num_seqs + 1] int32: as cu_seqlens_q, counted in keys
     memo: dict[Any, Any] = field(default_factory=dict)  # what a backend works out once for a step
 
+    def __post_init__(self) -> None:  # what flash-attn demands
+        for lengths in (self.cu_seqlens_q, self.cu_seqlens_k, self.context_lens):
+            assert lengths.dtype == torch.int32 and lengths.is_contiguous()
+        assert self.block_tables.dtype == torch.int32 and self.block_tables.dim() == 2
+        assert self.block_tables.stride(1) == 1 and self.slot_mapping.dtype == torch.int64
+
     @classmethod
     def build(cls, cu_seqlens_q: Tensor, context_lens: Tensor, block_tables: Tensor,
               num_tokens: int, block_size: int, **others: Any) -> AttentionMetadata:
@@ -57,10 +64,10 @@ class AttentionMetadata:
         tokens = torch.arange(num_tokens, dtype=torch.int32, device=ends.device)
         seqs = torch.searchsorted(ends, tokens, right=True)  # [num_tokens]: whose token it is
         positions = tokens - ends.index_select(0, seqs) + context_lens.index_select(0, seqs)
-        entries = (positions // block_size).clamp(min=0).long()  # less where there are no keys
-        blocks = block_tables.index_select(0, seqs).gather(1, entries.unsqueeze(1)).squeeze(1).long()
+        entries = (positions // block_size).clamp(min=0)  # it is less where there are no keys
+        blocks = block_tables.index_select(0, seqs).gather(1, entries.long().unsqueeze(1))
         return cls(cu_seqlens_q, context_lens, block_tables, positions=positions,
-                   slot_mapping=blocks * block_size + positions % block_size,
+                   slot_mapping=blocks.squeeze(1).long() * block_size + positions % block_size,
                    cu_seqlens_k=F.pad(context_lens.cumsum(0, dtype=torch.int32), (1, 0)), **others)
 
 
@@ -90,25 +97,11 @@ class Backend:
         raise NotImplementedError
 
 
-def check_metadata(metadata: AttentionMetadata) -> None:
-    """What flash-attn demands."""
-    for name in ("cu_seqlens_q", "cu_seqlens_k", "context_lens"):
-        lengths = getattr(metadata, name)
-        assert lengths.dtype == torch.int32 and lengths.is_contiguous(), name
-    tables = metadata.block_tables
-    assert tables.dtype == torch.int32 and tables.dim() == 2 and tables.stride(1) == 1
-    assert metadata.slot_mapping.dtype == torch.int64
-
-
 class ReferenceAttention(Backend):
     """The definition: gather a sequence's blocks, cut to what is written, attend."""
 
     name = "reference"
     is_capturable = False  # reads the lengths on the host
-
-    def store(self, k: Tensor, v: Tensor, cache: Tensor, metadata: AttentionMetadata) -> None:
-        check_metadata(metadata)
-        super().store(k, v, cache, metadata)
 
     def attend(self, q: Tensor, cache: Tensor, metadata: AttentionMetadata, scale: float,
                window: int | None) -> Tensor:
@@ -120,21 +113,25 @@ class ReferenceAttention(Backend):
             # K and V: [num_keys, kv_heads, head_dim]
             table = table[:-(-num_keys // cache.shape[2])]
             k, v = cache[:, table].flatten(1, 2)[:, :num_keys]
-            hidden = hidden_keys(len(q_seq), num_keys, window).to(q.device)
-            out.append(attend_densely(q_seq, k, v, hidden, scale))
+            mask = causal_mask(len(q_seq), num_keys, window, q)
+            out.append(attend_densely(q_seq, k, v, mask, scale))
         return torch.cat(out)
 
 
-def hidden_keys(num_queries: int, num_keys: int, window: int | None) -> Tensor:
-    """What each query must not see, [num_queries, num_keys]: the queries are the last tokens."""
-    distances = (torch.arange(num_keys - num_queries, num_keys)[:, None]
-                 - torch.arange(num_keys)[None])  # how far the key lies before the query
-    return (distances < 0) | (distances >= (window or num_keys + 1))
+def causal_mask(num_queries: int, num_keys: int, window: int | None, like: Tensor) -> Tensor:
+    """0, or -inf for what a query must not see, [queries, keys]; the queries are the last tokens.
+
+    like: a tensor of the dtype and device that are wanted.
+    """
+    keys = torch.arange(num_keys, device=like.device)
+    queries = torch.arange(num_keys - num_queries, num_keys, device=like.device)
+    distances = queries[:, None] - keys  # how far a key lies before a query
+    hidden = (distances < 0) | (distances >= (window or num_keys))
+    return like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
 
 
-def attend_densely(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scale: float) -> Tensor:
+def attend_densely(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
     """q: [queries, heads, head_dim]; k, v: [keys, kv_heads, head_dim]; returns as q."""
-    mask = torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, float("-inf"))
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, tokens, head_dim]
     out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
     return out[0].transpose(0, 1)

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from typing import Any
 
 import xxhash
 
@@ -48,10 +49,7 @@ class Prefix:
 
     def __init__(self, parent: Prefix | None, content: bytes) -> None:
         self.parent, self.content = parent, content
-        self.hash = hash_block(parent.hash if parent else b"", content)
-
-    def is_same(self, other: Prefix) -> bool:
-        return self.content == other.content and self.parent is other.parent
+        self.hash: bytes = hash_block(parent.hash if parent else b"", content)
 
 
 class Block:
@@ -80,7 +78,7 @@ class BlockManager:
             (block.block_id, block) for block in self.blocks[1:])
         self.cached: dict[bytes, Block] = {}
         # Registered in this step: to be written by the coming forward pass, so it may be attended
-        # to in it, but not copied before it.
+        # to in it, but not copied before it. `Scheduler.update` clears it after the pass.
         self.unwritten: set[Block] = set()
 
     @property
@@ -93,21 +91,20 @@ class BlockManager:
 
     # ---- allocation on demand, copy-on-write -------------------------------------------------
 
-    def _shared_block(self, seq: Sequence) -> Block | None:
-        """The block that `seq` writes into next, if others see it: it must be copied before.
+    def must_copy(self, seq: Sequence) -> bool:
+        """Whether others see the block that `seq` writes into next.
 
         Only the first block of a write can be such a one, for those behind it are new.
         """
         index = seq.num_computed_tokens // self.block_size
-        if index >= len(seq.block_table):
-            return None
+        if index == len(seq.block_table):
+            return False
         block = self.blocks[seq.block_table[index]]
-        return block if block.ref_count > 1 or block.prefix is not None else None
+        return block.ref_count > 1 or block.prefix is not None
 
     def num_blocks_needed(self, seq: Sequence, end: int) -> int:
         """Blocks to take before the tokens [num_computed_tokens, end) can be written."""
-        num_missing = -(-end // self.block_size) - len(seq.block_table)
-        return num_missing + (self._shared_block(seq) is not None)
+        return -(-end // self.block_size) - len(seq.block_table) + self.must_copy(seq)
 
     def allocate(self, seq: Sequence, end: int) -> list[tuple[int, int]]:
         """Give `seq` blocks of its own for the tokens [num_computed_tokens, end).
@@ -116,12 +113,11 @@ class BlockManager:
         has made sure that `num_blocks_needed` are free.
         """
         copies = []
-        shared = self._shared_block(seq)
-        if shared is not None:  # copy-on-write
-            own = self._take()
-            seq.block_table[seq.num_computed_tokens // self.block_size] = own.block_id
-            self._release(shared)
-            copies.append((shared.block_id, own.block_id))
+        if self.must_copy(seq):
+            index, own = seq.num_computed_tokens // self.block_size, self._take()
+            copies.append((seq.block_table[index], own.block_id))
+            self._release(self.blocks[seq.block_table[index]])
+            seq.block_table[index] = own.block_id
         self.extend(seq, end)
         return copies
 
@@ -178,7 +174,8 @@ class BlockManager:
         if not self.enable_prefix_caching:
             return
         hits: list[Block] = []
-        for i in range(seq.num_tokens // self.block_size):
+        self._extend_prefixes(seq, seq.num_tokens)
+        for i in range(len(seq.prefixes)):
             block = self._find(seq, i)
             if block is None:
                 break
@@ -198,18 +195,26 @@ class BlockManager:
 
     def _find(self, seq: Sequence, i: int) -> Block | None:
         """The cached block with the tokens of block i of `seq`; those before it were found."""
-        if i == len(seq.prefixes):
-            tokens = seq.token_ids[i * self.block_size:(i + 1) * self.block_size]
-            content = array("q", tokens).tobytes() + seq.request.cache_salt
-            seq.prefixes.append(Prefix(seq.prefixes[-1] if i else None, content))
         own = seq.prefixes[i]
         block = self.cached.get(own.hash)
         if block is None or block.prefix is own:
             return block
-        if block.prefix is None or not block.prefix.is_same(own):
+        found: Any = block.prefix
+        if found.content != own.content or found.parent is not own.parent:
             return None
-        seq.prefixes[i:] = [block.prefix]  # the one that all share; what follows hangs on it
+        seq.prefixes[i] = found  # from now on the one that all share
+        if i + 1 < len(seq.prefixes):
+            seq.prefixes[i + 1].parent = found
         return block
+
+    def _extend_prefixes(self, seq: Sequence, end: int) -> None:
+        """Hash the full blocks of the tokens [0, end) that were not hashed before."""
+        size, start = 8 * self.block_size, len(seq.prefixes) * self.block_size
+        tokens = array("q", seq.token_ids[start:end]).tobytes()
+        parent = seq.prefixes[-1] if seq.prefixes else None
+        for i in range(0, len(tokens) - size + 1, size):
+            parent = Prefix(parent, tokens[i:i + size] + seq.request.cache_salt)
+            seq.prefixes.append(parent)
 
     def register(self, seq: Sequence, end: int) -> None:
         """Make the full blocks of the tokens [0, end) known to others.
@@ -220,6 +225,7 @@ class BlockManager:
         """
         if not self.enable_prefix_caching:
             return
+        self._extend_prefixes(seq, end)
         for i in range(seq.num_registered_blocks, end // self.block_size):
             if self._find(seq, i) is None:  # or a twin was first, and its block stays the one
                 block, prefix = self.blocks[seq.block_table[i]], seq.prefixes[i]
@@ -228,10 +234,6 @@ class BlockManager:
                 block.prefix, self.cached[prefix.hash] = prefix, block
                 self.unwritten.add(block)
             seq.num_registered_blocks = i + 1
-
-    def step_done(self) -> None:
-        """The forward pass has written what was registered in this step."""
-        self.unwritten.clear()
 
     def _forget(self, block: Block) -> None:
         if block.prefix is not None:

@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, GenerationConfig
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 from nanopage.attention import Backend, FlashAttention, ReferenceAttention, VarlenAttention
 from nanopage.cpu import CpuAttention
 from nanopage.proposals import PromptLookup
-from nanopage.sequence import Checked, between, check_number
+from nanopage.sequence import Checked, between, check_number, require
 
 logger = logging.getLogger("nanopage")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -69,8 +70,9 @@ class EngineConfig(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.tokenizer, str | Path | None) or self.tokenizer == "":
-            raise ValueError(f"tokenizer={self.tokenizer!r}: must be a directory, a name or None")
+        is_name = isinstance(self.tokenizer, str | Path | None) and self.tokenizer != ""
+        require(is_name, "tokenizer", self.tokenizer, "a directory, a name or None")
+        assert self.max_decode_len  # raises for a wrong speculative_config
 
     def resolve(self, hf_config: Any) -> EngineConfig:
         """The same settings with device, dtype and sizes chosen for this machine and model."""
@@ -79,7 +81,7 @@ class EngineConfig(Checked):
         device = choose_device(self.device)
         on_gpu = device.type == "cuda"
         return replace(
-            self, device=device, dtype=choose_dtype(self.dtype, hf_config, on_gpu),
+            self, device=device, dtype=choose_dtype(self.dtype, hf_config, device),
             block_size=self.block_size or (256 if on_gpu else 32),
             max_num_batched_tokens=self.max_num_batched_tokens or (8192 if on_gpu else 512))
 
@@ -89,50 +91,42 @@ class EngineConfig(Checked):
         return min(self.max_num_seqs, self.max_num_batched_tokens)
 
     @property
+    def max_decode_len(self) -> int:
+        """Most tokens that a sequence computes in a step beside its prompt: one, and its drafts."""
+        return 1 + (self.drafter.num_speculative_tokens if self.drafter else 0)
+
+    @property
     def drafter(self) -> PromptLookup | None:
-        """vLLM's speculative_config; of its methods only "ngram"."""
-        settings: Any = self.speculative_config
-        if settings is None:
+        if self.speculative_config is None:
             return None
         try:
-            if settings["method"] != "ngram":
-                raise TypeError("another method")
-            ngram = {name: value for name, value in settings.items() if name != "method"}
-            longest = ngram.setdefault("prompt_lookup_max", ngram.get("prompt_lookup_min", 5))
-            ngram.setdefault("prompt_lookup_min", longest)
-            return PromptLookup(**ngram)
-        except (TypeError, KeyError) as error:
-            raise ValueError(
-                f"speculative_config={settings!r}: must be a dict with method='ngram' and "
-                "num_speculative_tokens, prompt_lookup_min, prompt_lookup_max") from error
+            return PromptLookup(**self.speculative_config)
+        except TypeError as error:  # a name that is missing or unknown
+            raise ValueError(f"speculative_config={self.speculative_config!r}: {error}") from error
 
 
 def choose_device(device: Any) -> torch.device:
-    if device == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    names = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
     try:
-        chosen = torch.device(device)
-        allowed = chosen.type == "cpu" or (chosen.type == "cuda" and torch.cuda.is_available())
+        chosen = torch.device(names[-1] if device == "auto" else device)
     except (RuntimeError, TypeError, ValueError):
-        allowed = False
-    if not allowed:
-        raise ValueError(f"device={device!r}: must be 'auto', 'cpu' or, where torch sees such a "
-                         "device, 'cuda'")
+        chosen = torch.device("meta")
+    require(chosen.type in names, "device", device, f"'auto' or, here, one of {names}")
     return chosen
 
 
-def choose_dtype(dtype: Any, hf_config: Any, on_gpu: bool) -> torch.dtype:
+def choose_dtype(dtype: Any, hf_config: Any, device: torch.device) -> torch.dtype:
+    if dtype == "auto" and device.type == "cuda":
+        return hf_config.dtype or torch.bfloat16
     if dtype == "auto":
-        if on_gpu:
-            return hf_config.dtype or torch.bfloat16
         # Private names: where a torch lacks one, `bool` answers False in its place.
         probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
         has_bfloat16 = any(getattr(torch.cpu, name, bool)() for name in probes)
         return torch.bfloat16 if has_bfloat16 else torch.float32
-    chosen = DTYPES.get(dtype) if isinstance(dtype, str) else dtype
-    if not isinstance(chosen, torch.dtype) or chosen not in DTYPES.values():
-        raise ValueError(f"dtype={dtype!r}: must be 'auto' or one of {', '.join(DTYPES)}")
-    return chosen
+    # Compared one by one, since a wrong value may not be hashable.
+    chosen = [known for name, known in DTYPES.items() if dtype is known or dtype == name]
+    require(bool(chosen), "dtype", dtype, f"'auto' or one of {', '.join(DTYPES)}")
+    return chosen[0]
 
 
 # ---- the attention backend -------------------------------------------------------------------
@@ -148,39 +142,29 @@ def choose_backend(wanted: Any, device: torch.device, dtype: torch.dtype, head_d
 
     Raises ValueError that says why, if that one cannot.
     """
-    if not isinstance(wanted, str) or wanted not in ("auto", *BACKENDS):
-        raise ValueError(f"attention_backend={wanted!r}: must be 'auto', {', '.join(BACKENDS)}")
+    is_known = wanted in ("auto", *BACKENDS)
+    require(is_known, "attention_backend", wanted, f"'auto' or one of {', '.join(BACKENDS)}")
+    demands = {  # of the CUDA kernels
+        f"a CUDA device of compute capability 8.0 or later, not {device}": has_kernels(device),
+        f"float16 or bfloat16, not {dtype}": dtype in (torch.float16, torch.bfloat16),
+        f"head_dim up to 256, a multiple of 8, not {head_dim}": head_dim in range(8, 257, 8),
+        f"block_size a multiple of 256, not {block_size}": block_size % 256 == 0}
+    unmet = [demand for demand, is_met in demands.items() if not is_met]
     reasons: list[str] = []
-    for name in BACKENDS if wanted == "auto" else (wanted,):
-        reason = why_not(name, device, dtype, head_dim, block_size)
-        if reason is None:
+    for name in BACKENDS if wanted == "auto" else [wanted]:
+        lacks = unmet if name in ("flash", "varlen") else []
+        if name == "cpu" and device.type != "cpu":
+            lacks = [f"a CPU, not {device}"]
+        if not lacks:
             try:
                 backend = BACKENDS[name]()
             except ImportError as error:  # a broken installation imports badly, so try it
-                reason = f"it does not import ({error})"
+                lacks = [f"to import, but {error}"]
             else:
-                logger.info("attention: %s%s", name, "".join(f"; {text}" for text in reasons))
+                logger.info("attention: %s", "; ".join([name, *reasons]))
                 return backend
-        reasons.append(f"not {name}: {reason}")
-    raise ValueError(f"attention_backend={wanted!r}: {reasons[0]}")
-
-
-def why_not(name: str, device: torch.device, dtype: torch.dtype, head_dim: int,
-            block_size: int) -> str | None:
-    """Why a backend cannot work here; the CUDA kernels all demand the same."""
-    if name == "reference":
-        return None
-    if name == "cpu":
-        return None if device.type == "cpu" else f"it needs a CPU, this is {device}"
-    if not has_kernels(device):
-        return f"it needs a CUDA device of compute capability 8.0 or later, this is {device}"
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"it needs float16 or bfloat16, dtype is {dtype}"
-    if head_dim > 256 or head_dim % 8:
-        return f"it needs a head_dim up to 256 and a multiple of 8, this is {head_dim}"
-    if block_size % 256:
-        return f"it needs a block_size that is a multiple of 256, this is {block_size}"
-    return None
+        reasons.append(f"not {name}: it needs {lacks[0]}")
+    raise ValueError(f"attention_backend={wanted!r}: {'; '.join(reasons)}")
 
 
 def has_kernels(device: torch.device) -> bool:
@@ -190,18 +174,45 @@ def has_kernels(device: torch.device) -> bool:
 # ---- the model's directory -------------------------------------------------------------------
 
 
-def resolve_model(model: Any) -> Path:
-    """A local directory, or the hub's files of that name in the local cache."""
-    if not isinstance(model, (str, Path)) or not str(model):
-        raise ValueError(f"model={model!r}: must be a directory or a name on the model hub")
-    path = Path(model)
+@dataclass(frozen=True)
+class Checkpoint:
+    """A model's directory, and what it says beside its weights."""
+
+    path: Path
+    hf_config: Any
+    tokenizer: Any  # None if there is none: such a model takes token ids only
+    end_token_ids: frozenset[int]
+
+
+def open_checkpoint(model: Any, tokenizer: str | Path | None) -> Checkpoint:
+    """model: a directory, or a name on the hub, whose files then come to the local cache."""
+    path = find_directory(model)
+    hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    check_supported(hf_config)
+    if getattr(hf_config, "head_dim", None) is None:
+        hf_config.head_dim = hf_config.hidden_size // hf_config.num_attention_heads
+    loaded = None
+    if tokenizer is not None or any((path / name).is_file() for name in TOKENIZER_FILES):
+        loaded = AutoTokenizer.from_pretrained(tokenizer or path, trust_remote_code=False)
+        require(loaded.is_fast, "tokenizer", str(tokenizer or path), "one with a tokenizer.json")
+    # The stop set is the union of what the three files call the end.
+    ends = [getattr(loaded, "eos_token_id", None), hf_config.eos_token_id]
+    if (path / "generation_config.json").is_file():
+        ends.append(GenerationConfig.from_pretrained(path).eos_token_id)
+    end_token_ids = {token_id for named in ends if named is not None
+                     for token_id in ([named] if isinstance(named, int) else named)}
+    return Checkpoint(path, hf_config, loaded, frozenset(end_token_ids))
+
+
+def find_directory(model: Any) -> Path:
+    is_name = isinstance(model, (str, Path)) and str(model) != ""
+    require(is_name, "model", model, "a directory or a name on the model hub")
+    path, name = Path(model), str(model)
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(f"model={str(model)!r}: the directory has no config.json")
+        require((path / "config.json").is_file(), "model", name, "a directory with a config.json")
         return path
-    if path.exists() or str(model).startswith((".", "/", "~")) or str(model).count("/") > 1:
-        raise ValueError(f"model={str(model)!r}: no such directory")
-    from huggingface_hub import snapshot_download
+    is_hub_name = not (path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1)
+    require(is_hub_name, "model", name, "a directory that exists")
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     return Path(snapshot_download(str(model), allow_patterns=patterns,
                                   ignore_patterns=["original/*", "consolidated*"]))
@@ -211,42 +222,19 @@ def check_supported(config: Any) -> None:
     """Raise ValueError, naming the setting, if the decoder would compute something else."""
     rope = config.rope_parameters or {}
     window = getattr(config, "sliding_window", None)
-    layer_types = set(getattr(config, "layer_types", None) or ())
-    for name, value, is_supported, allowed in (
-            ("architectures", config.architectures,
-             bool(set(config.architectures or ()) & set(ARCHITECTURES)), ", ".join(ARCHITECTURES)),
-            ("quantization_config", "set", not getattr(config, "quantization_config", None), "none"),
-            ("hidden_act", config.hidden_act, config.hidden_act == "silu", "'silu'"),
-            ("rope_type", rope.get("rope_type"), rope.get("rope_type") in ROPE_TYPES,
-             ", ".join(ROPE_TYPES)),
-            ("partial_rotary_factor", rope.get("partial_rotary_factor"),
-             rope.get("partial_rotary_factor", 1.0) == 1.0, "1.0"),
-            ("sliding_window", window, not (window and config.model_type == "llama"),
-             "None for Llama"),
-            ("layer_types", layer_types, layer_types <= {"full_attention", "sliding_attention"}
-             and (bool(window) or "sliding_attention" not in layer_types),
-             "full_attention, and with a sliding_window also sliding_attention")):
+    layer_types = {"full_attention", "sliding_attention"} if window else {"full_attention"}
+    supported = {
+        "architectures": bool(set(config.architectures or ()) & set(ARCHITECTURES)),
+        "quantization_config": not getattr(config, "quantization_config", None),
+        "hidden_act": config.hidden_act == "silu",
+        "rope_type": rope.get("rope_type") in ROPE_TYPES,
+        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) == 1.0,
+        "sliding_window": not (window and config.model_type == "llama"),
+        "layer_types": set(getattr(config, "layer_types", None) or ()) <= layer_types}
+    for name, is_supported in supported.items():
         if not is_supported:
-            raise ValueError(f"{name}={value!r}: supported is {allowed}")
-
-
-def load_tokenizer(tokenizer: str | Path | None, path: Path) -> Any:
-    """None if the model's directory has none: such a model takes token ids only."""
-    if tokenizer is None and not any((path / name).is_file() for name in TOKENIZER_FILES):
-        return None
-    loaded = AutoTokenizer.from_pretrained(tokenizer or path, trust_remote_code=False)
-    if not loaded.is_fast:
-        raise ValueError(f"tokenizer={str(tokenizer or path)!r}: only tokenizers with a "
-                         "tokenizer.json are supported")
-    return loaded
-
-
-def find_end_tokens(tokenizer: Any, hf_config: Any, path: Path) -> frozenset[int]:
-    """The union of what tokenizer, config.json and generation_config.json call the end."""
-    named = [getattr(tokenizer, "eos_token_id", None), hf_config.eos_token_id]
-    if (path / "generation_config.json").is_file():
-        named.append(GenerationConfig.from_pretrained(path).eos_token_id)
-    ends: set[int] = set()
-    for token_ids in named:
-        ends.update([token_ids] if isinstance(token_ids, int) else token_ids or ())
-    return frozenset(ends)
+            raise ValueError(
+                f"{name}={getattr(config, name, rope.get(name))!r} in the model's config: this "
+                f"engine computes {', '.join(ARCHITECTURES)}, not quantized, with hidden_act "
+                f"'silu', rope_type {', '.join(ROPE_TYPES)} on whole heads, layer_types "
+                "full_attention and (with a sliding_window, not in Llama) sliding_attention")

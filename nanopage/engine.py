@@ -14,10 +14,8 @@ queues are empty and all blocks are free.
 This is the last file. To see it run: example.py.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
 from numbers import Integral
@@ -25,16 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
-from transformers import AutoConfig
 
 from nanopage.block_manager import BlockManager
-from nanopage.config import (
-    EngineConfig,
-    check_supported,
-    find_end_tokens,
-    load_tokenizer,
-    resolve_model,
-)
+from nanopage.config import EngineConfig, open_checkpoint
 from nanopage.model_runner import ModelRunner
 from nanopage.proposals import BeamRequest, BeamSearchParams
 from nanopage.scheduler import Metrics, Scheduler
@@ -44,6 +35,7 @@ from nanopage.sequence import (
     RequestOutput,
     SamplingParams,
     check_number,
+    require,
 )
 
 Prompt = Any  # a string, token ids, or a dict of vLLM's with prompt or prompt_token_ids
@@ -62,15 +54,11 @@ class LLM:
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         config = EngineConfig(**options)
-        self.drafter = config.drafter
-        path = resolve_model(model)
-        hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-        check_supported(hf_config)
-        self.config = config.resolve(hf_config)
-        self.vocab_size = hf_config.vocab_size
-        self.tokenizer = load_tokenizer(config.tokenizer, path)
-        self.end_token_ids = find_end_tokens(self.tokenizer, hf_config, path)
-        self.model_runner = ModelRunner(path, hf_config, self.config)
+        checkpoint = open_checkpoint(model, config.tokenizer)
+        self.config = config.resolve(checkpoint.hf_config)
+        self.vocab_size = checkpoint.hf_config.vocab_size
+        self.tokenizer, self.end_token_ids = checkpoint.tokenizer, checkpoint.end_token_ids
+        self.model_runner = ModelRunner(checkpoint.path, checkpoint.hf_config, self.config)
         self.max_model_len = self.model_runner.max_model_len
         self.random = random.Random(config.seed)
         self.num_requests = 0
@@ -106,9 +94,9 @@ class LLM:
         manager = BlockManager(self.model_runner.num_blocks, self.config.block_size,
                                self.config.enable_prefix_caching)
         return Scheduler(manager, self.config.max_decodes, self.config.max_num_batched_tokens,
-                         self.drafter, self.total)
+                         self.config.drafter, self.total)
 
-    def _run(self, requests: list[Request]) -> Iterator[list[Request]]:
+    def _run(self, requests: list[Request]) -> Generator[list[Request], None, None]:
         """Step until these have ended; yields who got tokens. To close it early aborts them."""
         try:
             for request in requests:
@@ -136,9 +124,8 @@ class LLM:
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
         priority = [0] * len(prompts) if priority is None else priority
         for name, values in (("sampling_params", sampling_params), ("priority", priority)):
-            if not isinstance(values, (list, tuple)) or len(values) != len(prompts):
-                raise ValueError(f"{name}={values!r}: must be one for each of the "
-                                 f"{len(prompts)} prompts")
+            is_list = isinstance(values, (list, tuple)) and len(values) == len(prompts)
+            require(is_list, name, values, f"one for each of the {len(prompts)} prompts")
         requests = [self._make_request(*args) for args in zip(prompts, sampling_params, priority)]
         return self._complete(requests, use_tqdm)
 
@@ -147,20 +134,14 @@ class LLM:
              use_tqdm: Progress = True, chat_template: str | None = None,
              add_generation_prompt: bool = True) -> list[RequestOutput]:
         """Answer one conversation, a list of {"role", "content"}, or a list of them."""
-        if self.tokenizer is None:
-            raise ValueError("chat: the model has no tokenizer")
-        if not isinstance(messages, (list, tuple)) or not messages:
-            raise ValueError(f"messages={messages!r}: must be a conversation or a list of them")
-        if not isinstance(chat_template, str | None):
-            raise ValueError(f"chat_template={chat_template!r}: must be a string or None")
-        if not isinstance(add_generation_prompt, bool):
-            raise ValueError(f"add_generation_prompt={add_generation_prompt!r}: True or False")
-        conversations = [messages] if isinstance(messages[0], dict) else messages
+        require(self.tokenizer is not None, "tokenizer", None, "there for chat")
+        require(isinstance(messages, (list, tuple)) and len(messages) > 0, "messages", messages,
+                "a conversation or a list of them")
         prompts = []
-        for conversation in conversations:
-            if (not isinstance(conversation, (list, tuple)) or not conversation
-                    or not all(isinstance(message, dict) for message in conversation)):
-                raise ValueError(f"messages: {conversation!r} is not a list of messages")
+        for conversation in [messages] if isinstance(messages[0], dict) else messages:
+            is_list = isinstance(conversation, (list, tuple)) and len(conversation) > 0
+            require(is_list and all(isinstance(message, dict) for message in conversation),
+                    "messages", conversation, "a list of dicts with role and content")
             try:
                 text = self.tokenizer.apply_chat_template(
                     list(conversation), chat_template=chat_template, tokenize=False,
@@ -182,8 +163,8 @@ class LLM:
         return self._complete(self._make_beam_requests(prompts, params), use_tqdm=False)
 
     def _complete(self, requests: list[Request], use_tqdm: Progress) -> list[RequestOutput]:
-        if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
-            raise ValueError(f"use_tqdm={use_tqdm!r}: must be True, False or what makes a bar")
+        require(isinstance(use_tqdm, bool) or callable(use_tqdm), "use_tqdm", use_tqdm,
+                "True, False or what makes a bar")
         mine = set(requests)
         num_prompt = num_output = 0
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
@@ -273,8 +254,7 @@ class LLM:
                       kind: type[Request] = Request, num_beams: int = 1,
                       **others: Any) -> Request:
         """Check everything that the caller gave; nothing is queued yet."""
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling_params={params!r}: must be a SamplingParams")
+        require(isinstance(params, SamplingParams), "sampling_params", params, "a SamplingParams")
         params = replace(params)  # a checked copy of our own
         check_number("priority", priority, -2**63, 2**63 - 1)
         text, token_ids, salt = self._read_prompt(prompt)
@@ -284,8 +264,8 @@ class LLM:
                              f"max_model_len={self.max_model_len}")
         for token_id in params.stop_token_ids:
             check_number("stop_token_ids", token_id, 0, self.vocab_size - 1)
-        if params.stop and self.tokenizer is None:
-            raise ValueError(f"stop={params.stop!r}: the model has no tokenizer")
+        require(not params.stop or self.tokenizer is not None, "stop", params.stop,
+                "None, for the model has no tokenizer")
         max_tokens = min(params.max_tokens or self.max_model_len, self.max_model_len - length)
         # The last token's K and V are never written. n branches may run one at a time; beams run
         # together.
@@ -304,13 +284,10 @@ class LLM:
             end_token_ids=self.end_token_ids, tokenizer=self.tokenizer, cache_salt=salt, **others)
 
     def _make_beam_requests(self, prompts: Prompt, params: BeamSearchParams) -> list[Request]:
-        if not isinstance(params, BeamSearchParams):
-            raise ValueError(f"params={params!r}: must be a BeamSearchParams")
-        params = replace(params)
-        most = self.scheduler.max_num_seqs
-        if params.beam_width > most:
-            raise ValueError(f"beam_width={params.beam_width}: at most {most} sequences can run "
-                             "at once (max_num_seqs, max_num_batched_tokens)")
+        require(isinstance(params, BeamSearchParams), "params", params, "a BeamSearchParams")
+        params, most = replace(params), self.scheduler.max_num_seqs
+        require(params.beam_width <= most, "beam_width", params.beam_width,
+                f"at most {most}: so many run at once (max_num_seqs, max_num_batched_tokens)")
         sampling_params = params.to_sampling_params(len(self.end_token_ids))
         return [self._make_request(prompt, sampling_params, 0, BeamRequest, params.beam_width,
                                    beam_width=params.beam_width,
@@ -322,26 +299,24 @@ class LLM:
             {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt})
         text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids")
         salt = fields.get("cache_salt")
-        if (set(fields) - {"prompt", "prompt_token_ids", "cache_salt"}
-                or (text is None and token_ids is None)
-                or not isinstance(text, str | None) or not isinstance(salt, str | None)):
-            raise ValueError(f"prompt={prompt!r}: must be a string, a list of token ids, or a "
-                             "dict with prompt or prompt_token_ids and perhaps cache_salt")
+        is_known = set(fields) <= {"prompt", "prompt_token_ids", "cache_salt"}
+        are_strings = isinstance(text, str | None) and isinstance(salt, str | None)
+        require(is_known and are_strings and not (text is None and token_ids is None), "prompt",
+                prompt, "a string, a list of token ids, or a dict with one of them as prompt or "
+                "prompt_token_ids, and perhaps cache_salt")
         if token_ids is None:
-            if self.tokenizer is None:
-                raise ValueError(f"prompt={prompt!r}: the model has no tokenizer, give token ids")
+            require(self.tokenizer is not None, "prompt", prompt,
+                    "token ids, for the model has no tokenizer")
             token_ids = self._encode(text or "")
-        if not isinstance(token_ids, (list, tuple)):
-            raise ValueError(f"prompt_token_ids={token_ids!r}: must be a list of token ids")
+        is_list = isinstance(token_ids, (list, tuple))
+        require(is_list, "prompt_token_ids", token_ids, "a list of token ids")
         for token_id in token_ids:
             check_number("prompt_token_ids", token_id, 0, self.vocab_size - 1)
         return text, [int(token_id) for token_id in token_ids], (salt or "").encode()
 
     def _encode(self, text: str, **options: Any) -> list[int]:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"prompt={text!r}: not valid Unicode ({error.reason})") from error
+        is_unicode = text.encode(errors="ignore").decode() == text  # no lone surrogates
+        require(is_unicode, "prompt", text, "valid Unicode")
         return self.tokenizer(text, **options)["input_ids"]
 
 
@@ -349,7 +324,6 @@ def as_list(prompts: Prompt) -> list[Prompt]:
     """One prompt becomes a list of one."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
-    if not isinstance(prompts, (list, tuple)):
-        raise ValueError(f"prompts={prompts!r}: must be a prompt or a list of prompts")
+    require(isinstance(prompts, (list, tuple)), "prompts", prompts, "a prompt or a list of prompts")
     is_token_ids = bool(prompts) and all(isinstance(item, Integral) for item in prompts)
     return [list(prompts)] if is_token_ids else list(prompts)

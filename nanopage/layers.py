@@ -11,47 +11,35 @@ is filled; the names of parameters are those of the checkpoint until `fuse`.
 Next: sampler.py, which turns logits into tokens.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nanopage.attention import AttentionMetadata, Backend
 
 
-def head_dim_of(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
 def window_of(config: Any, layer: int) -> int | None:
     """How many last tokens a layer sees, its own included; None: all of them."""
-    window = getattr(config, "sliding_window", None)
-    if config.model_type == "mistral":  # has no layer_types: its window is for all layers
-        return window
-    layer_types = getattr(config, "layer_types", None) or []
-    return window if layer_types and layer_types[layer] == "sliding_attention" else None
+    layer_types = getattr(config, "layer_types", None)
+    is_sliding = config.model_type == "mistral"  # names no layer_types: its window is for all
+    if layer_types:
+        is_sliding = layer_types[layer] == "sliding_attention"
+    return getattr(config, "sliding_window", None) if is_sliding else None
 
 
 def rope_tables(config: Any, num_positions: int) -> tuple[Tensor, Tensor]:
     """cos and sin for `rotate`, [num_positions, head_dim], as transformers computes them."""
-    rope, head_dim = config.rope_parameters, head_dim_of(config)
-    if rope["rope_type"] == "default":
-        inv_freq = 1.0 / rope["rope_theta"] ** (torch.arange(0, head_dim, 2).float() / head_dim)
-        scaling = 1.0
-    else:
-        inv_freq, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
-    angles = torch.arange(num_positions).float()[:, None] * inv_freq  # [positions, head_dim / 2]
-    cos, sin = angles.cos() * scaling, angles.sin() * scaling
+    rotary = LlamaRotaryEmbedding(config)  # the same for all four families, scaling included
+    cos, sin = rotary(torch.zeros(1), torch.arange(num_positions)[None])
+    half = sin.shape[-1] // 2
     # The sign of "rotate half" is in the table: x * cos + swapped halves * (-sin, sin).
-    return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+    return cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -64,7 +52,7 @@ class Attention(nn.Module):
         super().__init__()
         self.backend = backend
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.head_dim = head_dim_of(config)
+        self.head_dim = config.head_dim
         self.window = window_of(config, layer)
         bias = getattr(config, "attention_bias", False)
         qkv_bias = bias or config.model_type == "qwen2"  # whose config does not name its biases
@@ -84,12 +72,10 @@ class Attention(nn.Module):
         """Make one matrix of q, k and v, after loading: one product instead of three."""
         parts = [self.q_proj, self.k_proj, self.v_proj]
         del self.q_proj, self.k_proj, self.v_proj
-        size = sum(part.out_features for part in parts)
-        self.qkv_proj = nn.Linear(parts[0].in_features, size, device="meta")
-        self.qkv_proj.weight = nn.Parameter(torch.cat([part.weight for part in parts]), False)
-        has_bias = parts[0].bias is not None
-        self.qkv_proj.bias = nn.Parameter(
-            torch.cat([part.bias for part in parts]), False) if has_bias else None
+        self.qkv_proj = nn.Linear(1, 1, parts[0].bias is not None)
+        for name in dict(self.qkv_proj.named_parameters()):  # weight, and perhaps bias
+            fused = torch.cat([getattr(part, name) for part in parts])
+            setattr(self.qkv_proj, name, nn.Parameter(fused, requires_grad=False))
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: Tensor,
                 metadata: AttentionMetadata) -> Tensor:
@@ -131,17 +117,6 @@ class DecoderLayer(nn.Module):
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
-class Decoder(nn.Module):
-    """The part that transformers calls `model`: from token ids to hidden states."""
-
-    def __init__(self, config: Any, backend: Backend) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            DecoderLayer(config, layer, backend) for layer in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-
-
 class CausalLM(nn.Module):
     """Made without memory (on "meta"); `load_weights` puts the checkpoint's tensors in place."""
 
@@ -150,7 +125,11 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config, self.device, self.dtype = config, device, dtype
         with torch.device("meta"):
-            self.model = Decoder(config, backend)
+            layers = [DecoderLayer(config, i, backend) for i in range(config.num_hidden_layers)]
+            self.model: Any = nn.ModuleDict({
+                "embed_tokens": nn.Embedding(config.vocab_size, config.hidden_size),
+                "layers": nn.ModuleList(layers),
+                "norm": nn.RMSNorm(config.hidden_size, config.rms_norm_eps)})
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.requires_grad_(False)
         cos, sin = rope_tables(config, max_position)
@@ -158,14 +137,14 @@ class CausalLM(nn.Module):
 
     def forward(self, token_ids: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         """token_ids: [num_tokens]. Returns hidden states [num_tokens, hidden]."""
-        x = self.model.embed_tokens(token_ids)
+        x = self.model["embed_tokens"](token_ids)
         # Padding may stand behind the last position that there is; any angle will do for it.
         positions = metadata.positions.clamp(max=len(self.cos) - 1)
         cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
         cos_sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [num_tokens, 1, head_dim]
-        for layer, cache in zip(self.model.layers, kv_cache.unbind(0)):
+        for layer, cache in zip(self.model["layers"], kv_cache.unbind(0)):
             x = layer(x, cos_sin, cache, metadata)
-        return self.model.norm(x)
+        return self.model["norm"](x)
 
     def load_weights(self, path: Path) -> None:
         """Fill every parameter from the safetensors files of a directory.
@@ -183,7 +162,7 @@ class CausalLM(nn.Module):
             raise ValueError(f"{path}: {error}") from error
         if missing or unexpected:
             raise ValueError(f"{path}: missing tensors {missing}, unexpected tensors {unexpected}")
-        for layer in self.model.layers:
+        for layer in self.model["layers"]:
             layer.self_attn.fuse()
 
 
@@ -191,19 +170,18 @@ def read_tensors(path: Path) -> Iterator[tuple[str, Tensor]]:
     """All tensors of a checkpoint. Only safetensors are opened, and only those that the index
     names (without an index: model.safetensors)."""
     index = path / "model.safetensors.index.json"
-    files: dict[str, list[str]] = {}
-    if index.is_file():
-        try:
+    files: dict[str, list[str]] = {} if index.is_file() else {"model.safetensors": []}
+    source = index
+    try:
+        if index.is_file():
             for name, file in json.loads(index.read_text())["weight_map"].items():
                 files.setdefault(str(file), []).append(name)
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"{index}: not a safetensors index ({error!r})") from error
-    for file, names in files.items() or [("model.safetensors", [])]:
-        if Path(file).name != file or not (path / file).is_file():
-            raise ValueError(f"{path / file}: no such weight file (only safetensors are read)")
-        try:
-            with safe_open(path / file, framework="pt") as tensors:
+        for file, names in files.items():
+            source = path / file
+            if Path(file).name != file or not source.is_file():
+                raise ValueError("no such weight file (only safetensors are read)")
+            with safe_open(source, framework="pt") as tensors:
                 for name in names or tensors.keys():
                     yield name, tensors.get_tensor(name)
-        except SafetensorError as error:
-            raise ValueError(f"{path / file}: {error}") from error
+    except (SafetensorError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ValueError(f"{source}: {error!r}") from error

@@ -10,8 +10,6 @@ once in a step, at the sampled tokens; a captured graph's tensors are never real
 Next: engine.py, what a user calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
@@ -24,7 +22,7 @@ from torch import Tensor
 from nanopage.attention import AttentionMetadata
 from nanopage.config import EngineConfig, choose_backend
 from nanopage.cpu import available_memory, keep_freed_memory, pack_linears
-from nanopage.layers import CausalLM, head_dim_of
+from nanopage.layers import CausalLM
 from nanopage.sampler import SampleRow, sample, to_device, top_logprobs
 from nanopage.scheduler import Batch, Sample
 from nanopage.sequence import Sequence
@@ -105,7 +103,7 @@ class ModelRunner:
         self.config, self.hf_config = config, hf_config
         self.device, self.block_size = config.device, config.block_size
         self.backend = choose_backend(config.attention_backend, config.device, config.dtype,
-                                      head_dim_of(hf_config), config.block_size)
+                                      hf_config.head_dim, config.block_size)
         max_position = config.max_model_len or hf_config.max_position_embeddings
         self.model = CausalLM(hf_config, self.backend, max_position, config.device, config.dtype)
         self.model.load_weights(path)
@@ -114,8 +112,6 @@ class ModelRunner:
             keep_freed_memory()
         self.num_blocks, self.max_model_len = self._size_cache(max_position)
         self.kv_cache = self._make_cache(self.num_blocks)
-        drafter = config.drafter
-        self.max_decode_len = 1 + (drafter.num_speculative_tokens if drafter else 0)
         self.decode_graph: DecodeGraph | None = None
         if (config.device.type == "cuda" and not config.enforce_eager
                 and self.backend.is_capturable):
@@ -131,7 +127,7 @@ class ModelRunner:
     def _make_cache(self, num_blocks: int) -> Tensor:
         """One pool for all layers; one block more than num_blocks, since block 0 is scratch."""
         block = self.backend.block_shape(
-            self.block_size, self.hf_config.num_key_value_heads, head_dim_of(self.hf_config))
+            self.block_size, self.hf_config.num_key_value_heads, self.hf_config.head_dim)
         return torch.zeros(self.hf_config.num_hidden_layers, 2, num_blocks + 1, *block,
                            dtype=self.config.dtype, device=self.device)
 
@@ -217,7 +213,7 @@ class ModelRunner:
         """Returns hidden states [num_tokens, hidden_size] and each sequence's first row in them."""
         query_lens = [seq.num_scheduled_tokens for seq in sequences]
         longest = max(query_lens)
-        is_decode = longest <= self.max_decode_len
+        is_decode = longest <= self.config.max_decode_len
         # Verifying drafts, a kernel may want as many queries of each sequence: padding follows.
         is_padded = is_decode and self.backend.pads_drafts
         token_ids: list[int] = []
@@ -251,27 +247,25 @@ class ModelRunner:
         """hidden: [num_tokens, hidden_size]; borders: the first row of each sequence."""
         rows: list[SampleRow] = []
         hidden_rows: list[int] = []
-        samples: list[list[Sample]] = []
+        samples: list[list[Sample]] = [[] for _ in sequences]
         takers: list[list[Sample]] = []  # for each row, the list that its sample goes to
-        for seq, border in zip(sequences, borders):
-            samples.append([])
+        for seq, border, taker in zip(sequences, borders, samples):
             # The token at `position` comes from the logits of the one before it; the range is
             # empty while a prompt is incomplete, and longer than 1 where drafts are verified.
-            first_row = border - 1 - seq.num_computed_tokens
-            for position in range(seq.num_tokens, seq.num_computed_tokens
-                                  + seq.num_scheduled_tokens + 1):
+            end = seq.num_computed_tokens + seq.num_scheduled_tokens
+            for position in range(seq.num_tokens, end + 1):
                 # The first tokens of n branches come from one row.
                 is_first = seq.num_tokens == seq.num_prompt_tokens
-                for branch in seq.request.sequences if is_first else (seq,):
+                for branch in seq.request.sequences if is_first else [seq]:
                     rows.append(SampleRow(branch, position))
-                    hidden_rows.append(first_row + position)
-                    takers.append(samples[-1])
-        if not rows:
-            return samples
-        if hidden_rows != list(range(len(hidden))):
-            hidden = hidden[to_device(hidden_rows, torch.int64, self.device)]
-        logits = self.model.lm_head(hidden)  # [rows, vocab]
-        token_ids = sample(logits, rows).tolist()
-        for taker, *sampled in zip(takers, token_ids, top_logprobs(logits, token_ids, rows)):
-            taker.append((sampled[0], sampled[1]))
+                    hidden_rows.append(border + position - 1 - seq.num_computed_tokens)
+                    takers.append(taker)
+        if rows:
+            if hidden_rows != list(range(len(hidden))):
+                hidden = hidden[to_device(hidden_rows, torch.int64, self.device)]
+            logits = self.model.lm_head(hidden)  # [rows, vocab]
+            token_ids = sample(logits, rows).tolist()
+            logprobs = top_logprobs(logits, token_ids, rows)
+            for taker, sampled in zip(takers, zip(token_ids, logprobs)):
+                taker.append(sampled)
         return samples

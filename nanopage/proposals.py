@@ -16,8 +16,9 @@ Next: scheduler.py, which computes what is proposed.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from nanopage.sequence import Checked, Request, SamplingParams, Sequence, between, check_number
+from nanopage.sequence import Checked, Request, SamplingParams, Sequence, between, require
 
 
 @dataclass(frozen=True)
@@ -29,24 +30,32 @@ class PromptLookup(Checked):
     one entry for each n and looks up at most as many, however long the text.
     """
 
+    method: str
     num_speculative_tokens: int = between(1)
-    prompt_lookup_min: int = between(1)
-    prompt_lookup_max: int = between(1)
+    prompt_lookup_min: int | None = between(1, default=None)
+    prompt_lookup_max: int | None = between(1, default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_number("prompt_lookup_max", self.prompt_lookup_max, self.prompt_lookup_min)
+        require(self.method == "ngram", "speculative_config: method", self.method, "'ngram'")
+        require(bool(self.sizes), "prompt_lookup_max", self.prompt_lookup_max,
+                f"at least prompt_lookup_min={self.prompt_lookup_min}")
+
+    @property
+    def sizes(self) -> range:
+        """The n of the n-grams, longest first; where one bound is not given it is the other."""
+        longest = self.prompt_lookup_max or self.prompt_lookup_min or 5
+        return range(longest, (self.prompt_lookup_min or longest) - 1, -1)
 
     def propose(self, seq: Sequence, most: int) -> list[int]:
         """At most `most` tokens; none if the last n-gram is new, the longest n first."""
         token_ids = seq.token_ids
-        num_indexed, index = seq.ngrams or (1, {})
-        sizes = range(self.prompt_lookup_max, self.prompt_lookup_min - 1, -1)
+        num_indexed, index = seq.ngrams
         for end in range(num_indexed, len(token_ids)):
-            for n in sizes:
+            for n in self.sizes:
                 index[tuple(token_ids[max(0, end - n):end])] = end
         seq.ngrams = len(token_ids), index
-        for n in sizes:
+        for n in self.sizes:
             found = index.get(tuple(token_ids[-n:]))
             if found is not None:
                 return token_ids[found:found + min(most, self.num_speculative_tokens)]
@@ -70,13 +79,12 @@ class BeamSearchParams(Checked):
                               ignore_eos=self.ignore_eos)
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """`beam` continued by `token_id`."""
 
+    cumulative_logprob: float
     beam: Sequence
     token_id: int
-    cumulative_logprob: float
 
     def grow(self, index: int) -> Sequence:
         """The continued sequence, with nothing computed and no blocks yet."""
@@ -104,7 +112,7 @@ class BeamRequest(Request):
         """
         num_generated = self.sequences[0].num_generated_tokens + 1
         candidates = [
-            Candidate(beam, token_id, (beam.cumulative_logprob or 0.0) + offer.logprob)
+            Candidate((beam.cumulative_logprob or 0.0) + offer.logprob, beam, token_id)
             for beam in self.sequences for token_id, offer in (beam.candidates or {}).items()]
         candidates.sort(key=lambda candidate: -candidate.cumulative_logprob)
         live = []

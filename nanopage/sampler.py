@@ -11,8 +11,6 @@ logits, whatever the filters did.
 Next: model_runner.py, which makes the logits.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 
@@ -21,7 +19,7 @@ import xxhash
 from torch import Tensor
 
 from nanopage.proposals import BeamRequest
-from nanopage.sequence import Logprob, SamplingParams, Sequence
+from nanopage.sequence import Logprob, Sequence
 
 
 def to_device(values: list, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -38,10 +36,6 @@ class SampleRow:
     position: int
 
     @property
-    def params(self) -> SamplingParams:
-        return self.seq.request.params
-
-    @property
     def uniform(self) -> float:
         """The random number in [0, 1) that belongs to this position, whatever runs beside it."""
         digest = xxhash.xxh3_64_intdigest(
@@ -51,9 +45,9 @@ class SampleRow:
     @property
     def barred_token_ids(self) -> frozenset[int]:
         """End tokens, as long as min_tokens is not reached."""
-        num_generated = self.position - self.seq.num_prompt_tokens
-        is_barred = num_generated < self.params.min_tokens
-        return self.seq.request.stop_token_ids if is_barred else frozenset()
+        request, num_generated = self.seq.request, self.position - self.seq.num_prompt_tokens
+        is_barred = num_generated < request.params.min_tokens
+        return request.stop_token_ids if is_barred else frozenset()
 
 
 def filter_logits(logits: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
@@ -81,23 +75,14 @@ def pick(logits: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cdf, target, right=True)[:, 0]
 
 
-def argmax(logits: Tensor) -> Tensor:
-    """logits: [rows, vocab]. In two levels: on a CPU amax is much faster than what has an index."""
-    chunks = logits.unflatten(-1, (-1, math.gcd(logits.shape[-1], 1024)))
-    best = chunks.amax(-1).argmax(-1, keepdim=True)  # [rows, 1], of all chunks
-    inside = chunks.take_along_dim(best[..., None], dim=1).argmax(-1)  # [rows, 1]
-    return (best * chunks.shape[-1] + inside)[:, 0]
-
-
 def sample(logits: Tensor, rows: list[SampleRow]) -> Tensor:
     """One token id for each row: [rows]. logits: [rows, vocab], of which only a copy changes."""
-    barred = [(i, token_id) for i, row in enumerate(rows) if row.params.min_tokens
-              for token_id in row.barred_token_ids]
+    barred = [(i, token_id) for i, row in enumerate(rows) for token_id in row.barred_token_ids]
     if barred:
         where = to_device(barred, torch.int64, logits.device).T
         logits = logits.index_put(tuple(where), logits.new_full((), -math.inf))
-    token_ids = argmax(logits)
-    random = [i for i, row in enumerate(rows) if not row.params.is_greedy]
+    token_ids = logits.max(-1).indices  # on a CPU four times as fast as argmax
+    random = [i for i, row in enumerate(rows) if not row.seq.request.params.is_greedy]
     if random:
         chosen = to_device(random, torch.int64, logits.device)
         picked = sample_random(logits[chosen].float(), [rows[i] for i in random])
@@ -109,20 +94,16 @@ def sample_random(logits: Tensor, rows: list[SampleRow]) -> Tensor:
     def column(values: list, dtype: torch.dtype = torch.float32) -> Tensor:
         return to_device(values, dtype, logits.device)[:, None]
 
-    params = [row.params for row in rows]
+    params = [row.seq.request.params for row in rows]
     # The largest becomes 0, so that a tiny temperature gives -inf for the rest, and never NaN.
     logits = logits - logits.amax(dim=-1, keepdim=True)
     logits = logits / column([p.temperature for p in params])
     vocab_size = logits.shape[-1]
-    filtered = [i for i, p in enumerate(params) if p.top_k > 0 or p.top_p < 1 or p.min_p > 0]
-    if filtered:
-        chosen = to_device(filtered, torch.int64, logits.device)
-        params = [params[i] for i in filtered]
+    if any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params):
         top_k = [min(p.top_k, vocab_size) if p.top_k > 0 else vocab_size for p in params]
         top_p = [p.top_p if p.top_p < 1 else math.inf for p in params]
-        logits = logits.index_copy(0, chosen, filter_logits(
-            logits[chosen], column(top_k, torch.int64), column(top_p),
-            column([p.min_p for p in params])))
+        logits = filter_logits(logits, column(top_k, torch.int64), column(top_p),
+                               column([p.min_p for p in params]))
     return pick(logits, column([row.uniform for row in rows]))
 
 
@@ -131,15 +112,15 @@ def top_logprobs(logits: Tensor, token_ids: list[int],
     """For each row that asks: raw log-softmax of the sampled token and of the most likely ones."""
     result: list[dict[int, Logprob]] = [{} for _ in rows]
     vocab_size = logits.shape[-1]
-    wanted = {i: vocab_size if row.params.logprobs < 0 else min(row.params.logprobs, vocab_size)
-              for i, row in enumerate(rows) if row.params.logprobs is not None}
+    wanted = {i: min(num, vocab_size) if num >= 0 else vocab_size for i, row in enumerate(rows)
+              if (num := row.seq.request.params.logprobs) is not None}
     if not wanted:
         return result
     chosen = to_device(list(wanted), torch.int64, logits.device)
     logprobs = logits[chosen].float().log_softmax(-1)  # [rows that ask, vocab]
     top = logprobs.topk(max(wanted.values()), dim=-1)
-    asked = to_device([token_ids[i] for i in wanted], torch.int64, logits.device)
-    sampled = logprobs.gather(1, asked[:, None])  # [rows that ask, 1]
+    picked = to_device([token_ids[i] for i in wanted], torch.int64, logits.device)
+    sampled = logprobs.gather(1, picked[:, None])  # [rows that ask, 1]
     ranks = (logprobs > sampled).sum(-1) + 1
     for i, own, rank, values, others in zip(
             wanted, sampled[:, 0].tolist(), ranks.tolist(), top.values.tolist(),

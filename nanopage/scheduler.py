@@ -25,6 +25,7 @@ from __future__ import annotations
 from bisect import insort
 from collections import deque
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from nanopage.block_manager import BlockManager
 from nanopage.proposals import BeamRequest, PromptLookup
@@ -70,12 +71,6 @@ class Metrics:
         """Share of the allocated slots that hold no token, mean over all steps."""
         return self.num_empty_slots / max(1, self.num_allocated_slots)
 
-    @property
-    def tokens_per_sequence_and_step(self) -> float:
-        """1 without speculation; each accepted draft saves a sequence a step."""
-        num_sampled = self.num_generated_tokens - self.num_accepted_tokens
-        return self.num_generated_tokens / max(1, num_sampled)
-
     def count_schedule(self, batch: Batch, scheduler: Scheduler) -> None:
         manager, size = scheduler.block_manager, scheduler.block_manager.block_size
         num_used = manager.num_used_blocks
@@ -103,6 +98,7 @@ class Metrics:
         self.num_accepted_tokens += batch.num_drafts - (num_sampled - num_generated)
 
 
+@dataclass
 class Scheduler:
     """The waiting and the running, and the loop that moves them.
 
@@ -112,18 +108,14 @@ class Scheduler:
     V0 calls such a reserve the watermark.)
     """
 
-    headroom = 32  # more leaves blocks unused, less computes more preempted sequences again
-
-    def __init__(self, block_manager: BlockManager, max_num_seqs: int,
-                 max_num_batched_tokens: int, drafter: PromptLookup | None = None,
-                 metrics: Metrics | None = None) -> None:
-        self.block_manager = block_manager
-        self.drafter = drafter
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.max_num_seqs = max_num_seqs  # at most the budget: see EngineConfig.max_decodes
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
-        self.metrics = metrics or Metrics()
+    block_manager: BlockManager
+    max_num_seqs: int  # at most the budget: see EngineConfig.max_decodes
+    max_num_batched_tokens: int
+    drafter: PromptLookup | None = None
+    metrics: Metrics = field(default_factory=Metrics)
+    waiting: list[Sequence] = field(default_factory=list)
+    running: list[Sequence] = field(default_factory=list)
+    headroom: ClassVar[int] = 32  # more leaves blocks unused, less computes more again
 
     def add(self, request: Request) -> None:
         """Queue a request; its other branches appear when its prompt is computed."""
@@ -203,7 +195,8 @@ class Scheduler:
         end = seq.num_computed_tokens + num_new
         if num_needed:
             batch.copies += manager.allocate(seq, end)
-        manager.register(seq, end)
+        if end // manager.block_size > seq.num_registered_blocks:
+            manager.register(seq, end)
         seq.num_scheduled_tokens = num_new
         batch.sequences.append(seq)
         batch.num_tokens += num_new
@@ -242,7 +235,7 @@ class Scheduler:
         samples: for each sequence of the batch none (its prompt is not yet complete), one for each
         branch (it is now), or one more than it has drafts.
         """
-        self.block_manager.step_done()
+        self.block_manager.unwritten.clear()
         touched: dict[Request, None] = {}
         num_sampled = num_generated = 0
         for seq, sampled in zip(batch.sequences, samples):
@@ -276,18 +269,18 @@ class Scheduler:
         is distributed as if there had been no draft. What a rejected draft wrote is overwritten:
         num_computed_tokens does not advance over it. Returns how many were kept.
         """
-        draft, seq.draft_token_ids = seq.draft_token_ids, []
-        num_kept = 0
+        draft, num_kept = seq.draft_token_ids, 0
         for token_id, logprobs in sampled:
             seq.append(token_id, logprobs)
             num_kept += 1
-            is_draft = num_kept <= len(draft) and draft[num_kept - 1] == token_id
-            if seq.finish_reason is not None or not is_draft:
+            is_drafted = num_kept <= len(draft) and token_id == draft[num_kept - 1]
+            if not is_drafted or seq.finish_reason is not None:
                 break
         if seq.finish_reason is not None:
             self.block_manager.free(seq)
         elif draft:
             seq.num_computed_tokens -= len(sampled) - num_kept
+            seq.draft_token_ids = []
             self.block_manager.trim(seq)
         return num_kept
 

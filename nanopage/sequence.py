@@ -29,18 +29,24 @@ from typing import Any
 
 import xxhash
 
+from nanopage.text import Detokenizer
+
 # ---- what a caller may give ------------------------------------------------------------------
+
+
+def require(is_met: bool, name: str, value: Any, allowed: str) -> None:
+    """Raise ValueError, naming the argument and its value, unless it is what is allowed."""
+    if not is_met:
+        raise ValueError(f"{name}={value!r}: must be {allowed}")
 
 
 def check_number(name: str, value: Any, low: float, high: float = math.inf, *,
                  integer: bool = True) -> None:
     """Raise ValueError, naming the argument, unless `value` is a number in [low, high]."""
     is_number = isinstance(value, Integral if integer else Real) and not isinstance(value, bool)
-    fits = is_number and low <= value <= high
-    if not fits or math.isinf(value):  # a NaN compares false, so it does not fit either
-        upper = "" if math.isinf(high) else f" and at most {high}"
-        raise ValueError(f"{name}={value!r}: must be {'an integer' if integer else 'a number'} "
-                         f"of at least {low}{upper}")
+    # A NaN compares false, so it does not fit either.
+    require(is_number and low <= value <= high and not math.isinf(value), name, value,
+            f"{'an integer' if integer else 'a number'} of at least {low} and at most {high}")
 
 
 def between(low: float, high: float = math.inf, *, default: Any = MISSING) -> Any:
@@ -57,8 +63,7 @@ class Checked:
             kind = str(entry.type)
             if value is None and ("None" in kind or entry.default is None):
                 continue
-            if kind == "bool" and not isinstance(value, bool):
-                raise ValueError(f"{entry.name}={value!r}: must be True or False")
+            require(kind != "bool" or isinstance(value, bool), entry.name, value, "True or False")
             if "limits" in entry.metadata:
                 check_number(entry.name, value, *entry.metadata["limits"], integer="int" in kind)
 
@@ -94,15 +99,13 @@ class SamplingParams(Checked):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.top_p == 0:
-            raise ValueError(f"top_p={self.top_p!r}: must be greater than 0 and at most 1")
+        require(self.top_p > 0, "top_p", self.top_p, "greater than 0 and at most 1")
         check_number("min_tokens", self.min_tokens, 0, self.max_tokens or math.inf)
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if not isinstance(stop, (list, tuple)) or not all(isinstance(s, str) and s for s in stop):
-            raise ValueError(f"stop={self.stop!r}: must be a non-empty string, or a list of them")
+        is_text = isinstance(stop, (list, tuple)) and all(isinstance(s, str) and s for s in stop)
+        require(is_text, "stop", self.stop, "a string that is not empty, or a list of them")
         ids = self.stop_token_ids or []
-        if not isinstance(ids, (list, tuple, set)):
-            raise ValueError(f"stop_token_ids={ids!r}: must be a list of token ids")
+        require(isinstance(ids, (list, tuple, set)), "stop_token_ids", ids, "a list of token ids")
         for token_id in ids:
             check_number("stop_token_ids", token_id, 0)
         self.stop, self.stop_token_ids = list(stop), list(ids)
@@ -155,103 +158,31 @@ class RequestOutput:
 # ---- one completion --------------------------------------------------------------------------
 
 
-class Detokenizer:
-    """The text of one completion, which grows as its tokens come and ends before a stop string.
-
-    A token has no text of its own: its leading space depends on the tokens before it, and a
-    character may be spread over several. So the latest tokens, `pending`, are decoded together
-    behind those before them, until nothing is open. At most three bytes can be the beginning of a
-    character, and each shows as at most one U+FFFD: no more than that is held back.
-    """
-
-    def __init__(self, tokenizer: Any, params: SamplingParams) -> None:
-        self.tokenizer, self.params = tokenizer, params
-        self.text = ""
-        self.num_read = 0  # tokens
-        self.context: list[int] = []
-        self.pending: list[int] = []
-        self.num_taken = 0  # characters of what is pending that are in `text`
-
-    def decode(self, token_ids: list[int]) -> str:
-        if self.tokenizer is None:
-            return ""
-        return self.tokenizer.backend_tokenizer.decode(
-            token_ids, skip_special_tokens=self.params.skip_special_tokens)
-
-    def _decode_pending(self) -> str:
-        before, whole = self.decode(self.context), self.decode(self.context + self.pending)
-        # While a character is open, some tokenizers read all bytes in front of it as invalid.
-        return whole[len(before):] if whole.startswith(before) else self.decode(self.pending)
-
-    def read(self, token_ids: list[int]) -> None:
-        """Take what is new in `token_ids`, all tokens of the completion so far."""
-        for token_id in token_ids[self.num_read:]:
-            self.pending.append(token_id)
-            piece = self._decode_pending()
-            num_open = min(3, len(piece) - len(piece.rstrip("\ufffd")))
-            self.text += piece[self.num_taken:len(piece) - num_open]
-            self.num_taken = max(self.num_taken, len(piece) - num_open)
-            if not num_open and (piece or self.context):
-                self.context = self.pending if piece else self.context
-                self.pending, self.num_taken = [], 0
-            elif len(self.pending) > 16:  # bytes that never become a character
-                latest = self.decode(self.pending[8:])
-                if len(latest) > num_open and piece.endswith(latest):
-                    self.context, self.pending = [], self.pending[8:]
-                    self.num_taken -= len(piece) - len(latest)
-        self.num_read = len(token_ids)
-
-    def finish(self, token_ids: list[int]) -> None:
-        """After the last token nothing is open any more: the text is the tokenizer's decoding."""
-        whole = self.decode(token_ids)
-        if whole.startswith(self.text):
-            self.text = whole
-        else:  # an invalid byte has changed how those before it read, but they have been shown
-            self.read(token_ids)
-            self.text += self._decode_pending()[self.num_taken:]
-
-    def cut_at_stop(self, num_searched: int) -> str | None:
-        """Cut the text at the first stop string that ends behind `num_searched` characters."""
-        found = []
-        for stop in self.params.stop:
-            position = self.text.find(stop, max(0, num_searched - len(stop) + 1))
-            if position >= 0:
-                found.append((position, stop))
-        if not found:
-            return None
-        position, stop = min(found)
-        if self.params.include_stop_str_in_output:
-            position += len(stop)
-        self.text = self.text[:position]
-        return stop
-
-
 class Sequence:
     """One completion in the making: its tokens, its counters, its block table.
 
     `order` says who comes first: (priority, arrival, index); the smaller is served earlier.
     """
 
-    __slots__ = ("request", "index", "order", "seed", "token_ids", "num_prompt_tokens",
-                 "num_computed_tokens", "num_scheduled_tokens", "draft_token_ids", "ngrams",
-                 "block_table", "prefixes", "num_registered_blocks", "detokenizer", "logprobs",
-                 "cumulative_logprob", "candidates", "finish_reason", "stop_reason")
-
     def __init__(self, request: Request, index: int) -> None:
         self.request, self.index = request, index
         self.order = (request.priority, request.arrival, index)
-        self.seed = branch_seed(request.seed, index)
+        self.seed = request.seed  # that of the first: so n = 1 and the first of n agree
+        if index > 0:
+            number = index.to_bytes(8, "little")
+            self.seed = xxhash.xxh3_64_intdigest(number, seed=request.seed % 2**64)
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.num_computed_tokens = 0
-        self.num_scheduled_tokens = 0
+        self.num_computed_tokens = self.num_scheduled_tokens = 0
         self.draft_token_ids: list[int] = []
-        self.ngrams: Any = None  # the drafter's notes, see proposals.py
+        # The drafter's notes: tokens indexed so far, and n-gram -> position behind it.
+        self.ngrams: tuple[int, dict[tuple[int, ...], int]] = (1, {})
         self.block_table: list[int] = []
         # The full blocks' prefixes, as far as hashed, and how many of them others may find.
         self.prefixes: list[Any] = []
         self.num_registered_blocks = 0
-        self.detokenizer = Detokenizer(request.tokenizer, request.params)
+        self.detokenizer = Detokenizer(
+            request.tokenizer, request.params.skip_special_tokens)
         has_logprobs = request.params.logprobs is not None
         self.logprobs: list[dict[int, Logprob]] | None = [] if has_logprobs else None
         self.cumulative_logprob = 0.0 if has_logprobs else None
@@ -290,15 +221,17 @@ class Sequence:
         elif num_generated >= request.max_tokens:
             self.finish_reason = "length"
         if self.finish_reason is not None or request.params.stop:
-            self._look_for_stop(may_stop)
+            self._read_text(may_stop)
 
-    def _look_for_stop(self, may_stop: bool) -> None:
+    def _read_text(self, may_stop: bool) -> None:
         num_searched = len(self.detokenizer.text)
         if self.finish_reason is None:
             self.detokenizer.read(self.output_token_ids)
         else:
             self.detokenizer.finish(self.output_token_ids)
-        stop = self.detokenizer.cut_at_stop(num_searched) if may_stop else None
+        params = self.request.params
+        stop = self.detokenizer.cut(params.stop if may_stop else [], num_searched,
+                                    params.include_stop_str_in_output)
         if stop is not None:
             self.finish_reason, self.stop_reason = "stop", stop
 
@@ -318,22 +251,11 @@ class Sequence:
     def output(self, num_tokens_before: int = 0, num_chars_before: int = 0) -> CompletionOutput:
         """What is there, or only what is new since so many tokens and characters."""
         _, num_chars, finish_reason = self.progress
+        logprobs = None if self.logprobs is None else self.logprobs[num_tokens_before:]
         return CompletionOutput(
-            index=self.index,
-            text=self.detokenizer.text[num_chars_before:num_chars],
-            token_ids=self.output_token_ids[num_tokens_before:],
-            cumulative_logprob=self.cumulative_logprob,
-            logprobs=None if self.logprobs is None else self.logprobs[num_tokens_before:],
-            finish_reason=finish_reason,
-            stop_reason=self.stop_reason,
-        )
-
-
-def branch_seed(seed: int, index: int) -> int:
-    """Branch 0 has the request's own seed, so n = 1 and the first of n agree."""
-    if index == 0:
-        return seed
-    return xxhash.xxh3_64_intdigest(index.to_bytes(8, "little"), seed=seed % 2**64)
+            self.index, self.detokenizer.text[num_chars_before:num_chars],
+            self.output_token_ids[num_tokens_before:], self.cumulative_logprob, logprobs,
+            finish_reason, self.stop_reason)
 
 
 @dataclass(eq=False)
@@ -369,10 +291,5 @@ class Request:
 
     def output(self) -> RequestOutput:
         return RequestOutput(
-            request_id=self.request_id,
-            prompt=self.prompt,
-            prompt_token_ids=list(self.prompt_token_ids),
-            outputs=[seq.output() for seq in self.sequences],
-            finished=self.finished,
-            num_cached_tokens=self.num_cached_tokens or 0,
-        )
+            self.request_id, self.prompt, list(self.prompt_token_ids),
+            [seq.output() for seq in self.sequences], self.finished, self.num_cached_tokens or 0)

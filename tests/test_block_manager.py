@@ -22,7 +22,7 @@ def compute(manager, seq, end=None):
     assert manager.num_blocks_needed(seq, end) <= manager.num_free_blocks
     copies = manager.allocate(seq, end)
     manager.register(seq, end)
-    manager.step_done()
+    manager.unwritten.clear()
     seq.num_computed_tokens = end
     return copies
 
@@ -136,7 +136,7 @@ def test_full_hit_on_a_block_that_is_still_unwritten():
     manager.register(first, 8)
     twin = start(manager, range(8))
     assert twin.num_computed_tokens == 4 and twin.block_table == first.block_table[:1]
-    manager.step_done()
+    manager.unwritten.clear()
     late = start(manager, range(8))
     assert late.num_computed_tokens == 7
 
@@ -271,7 +271,7 @@ class Allocator(RuleBasedStateMachine):
             assert block.ref_count == 1 and block.prefix is None, "wrote to a shared block"
             self.contents[self.slot(seq, position)] = tuple(seq.token_ids[:position + 1])
         self.manager.register(seq, end)
-        self.manager.step_done()
+        self.manager.unwritten.clear()
         seq.num_computed_tokens = end
 
     @rule(prefix=st.integers(0, 2), tail=st.lists(st.integers(0, 1), max_size=6))

@@ -94,9 +94,9 @@ def run_captured_body(config, body=lambda hidden: hidden):
     """Trace a decode step on fake CUDA tensors: host synchronisation raises."""
     backend = VarlenAttention()
     model = CausalLM(config, backend, 512, torch.device("cpu"), torch.bfloat16)
-    for layer in model.model.layers:
+    for layer in model.model["layers"]:
         layer.self_attn.fuse()
-    head_dim = model.model.layers[0].self_attn.head_dim
+    head_dim = model.model["layers"][0].self_attn.head_dim
     size, device = 4, torch.device("cuda")
     with FakeTensorMode(), torch.inference_mode():
         with device:

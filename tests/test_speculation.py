@@ -24,7 +24,7 @@ def repetitive_prompts():
 
 def propose(token_ids, **changes):
     seq = Sequence(Request("0", 0, 0, None, token_ids, SamplingParams(), 16, 0, frozenset()), 0)
-    drafter = PromptLookup(**{**{k: v for k, v in NGRAM.items() if k != "method"}, **changes})
+    drafter = PromptLookup(**{**NGRAM, **changes})
     return drafter.propose(seq, 9), drafter, seq
 
 
@@ -55,7 +55,6 @@ def test_greedy_is_unchanged(model_dir, options):
         check_idle(llm)
     metrics = llm.metrics()
     assert 0 < metrics.num_accepted_tokens < metrics.num_draft_tokens
-    assert metrics.tokens_per_sequence_and_step > 1
 
 
 @pytest.mark.parametrize("options", [dict(), dict(num_blocks=40, max_num_batched_tokens=20)])
@@ -217,5 +216,7 @@ def test_on_a_real_model():
     prompts = llm.tokenizer(["Repeat this code:\n" + text * 3, "Once upon a time"])["input_ids"]
     expected = [hf_greedy(path, prompt, 64) for prompt in prompts]
     assert generate(llm, prompts, max_tokens=64) == expected
-    assert llm.metrics().tokens_per_sequence_and_step > 1.2
+    metrics = llm.metrics()
+    num_sampled = metrics.num_generated_tokens - metrics.num_accepted_tokens
+    assert metrics.num_generated_tokens / num_sampled > 1.2
     check_idle(llm)

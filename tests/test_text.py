@@ -15,7 +15,7 @@ from models import (
 from oracles import check_idle
 
 from nanopage import SamplingParams
-from nanopage.sequence import Detokenizer
+from nanopage.text import Detokenizer
 
 END, EOS = 258, 257  # <|end|>, </s>
 
@@ -203,7 +203,7 @@ def test_any_ids_decode_piece_by_piece(make):
             ids = [i % 259 for i in ids]
         whole = tokenizer.decode(ids, skip_special_tokens=True)
         stays_as_it_is = make is byte_tokenizer or is_valid(tokenizer, ids)
-        detokenizer, shown = Detokenizer(tokenizer, SamplingParams()), ""
+        detokenizer, shown = Detokenizer(tokenizer, True), ""
         for i in range(len(ids)):
             detokenizer.read(ids[:i + 1])
             so_far = tokenizer.decode(ids[:i + 1], skip_special_tokens=True)
