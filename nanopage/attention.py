@@ -123,9 +123,9 @@ def causal_mask(num_queries: int, num_keys: int, window: int | None, like: Tenso
 
     like: a tensor of the dtype and device that are wanted.
     """
-    keys = torch.arange(num_keys, device=like.device)
     queries = torch.arange(num_keys - num_queries, num_keys, device=like.device)
-    distances = queries[:, None] - keys  # how far a key lies before a query
+    # How far each key lies before each query.
+    distances = queries[:, None] - torch.arange(num_keys, device=like.device)
     hidden = (distances < 0) | (distances >= (window or num_keys))
     return like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
 

@@ -34,12 +34,12 @@ def window_of(config: Any, layer: int) -> int | None:
 
 
 def rope_tables(config: Any, num_positions: int) -> tuple[Tensor, Tensor]:
-    """cos and sin for `rotate`, [num_positions, head_dim], as transformers computes them."""
+    """cos and sin for `rotate`, [num_positions, 1, head_dim], as transformers computes them."""
     rotary = LlamaRotaryEmbedding(config)  # the same for all four families, scaling included
-    cos, sin = rotary(torch.zeros(1), torch.arange(num_positions)[None])
+    cos, sin = rotary(torch.zeros(1), torch.arange(num_positions)[:, None])
     half = sin.shape[-1] // 2
     # The sign of "rotate half" is in the table: x * cos + swapped halves * (-sin, sin).
-    return cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+    return cos, torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -79,15 +79,14 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: Tensor,
                 metadata: AttentionMetadata) -> Tensor:
-        heads, kv_heads = self.num_heads, self.num_kv_heads
-        qkv = self.qkv_proj(x).view(-1, heads + 2 * kv_heads, self.head_dim)
-        q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
+        qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)  # [num_tokens, all heads, head_dim]
+        q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
         q, k = rotate(self.q_norm(q), *cos_sin), rotate(self.k_norm(k), *cos_sin)
         # All K and V of the step are written before anyone attends: a block that this very step
         # fills may therefore be shared within it.
         self.backend.store(k, v, cache, metadata)
         out = self.backend.attend(q, cache, metadata, self.head_dim ** -0.5, self.window)
-        return self.o_proj(out.view(-1, heads * self.head_dim))
+        return self.o_proj(out.view(len(x), -1))
 
 
 class MLP(nn.Module):
@@ -140,8 +139,8 @@ class CausalLM(nn.Module):
         x = self.model["embed_tokens"](token_ids)
         # Padding may stand behind the last position that there is; any angle will do for it.
         positions = metadata.positions.clamp(max=len(self.cos) - 1)
-        cos, sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
-        cos_sin = cos.unsqueeze(1), sin.unsqueeze(1)  # [num_tokens, 1, head_dim]
+        # [num_tokens, 1, head_dim] each
+        cos_sin = self.cos.index_select(0, positions), self.sin.index_select(0, positions)
         for layer, cache in zip(self.model["layers"], kv_cache.unbind(0)):
             x = layer(x, cos_sin, cache, metadata)
         return self.model["norm"](x)

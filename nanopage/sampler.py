@@ -111,8 +111,8 @@ def top_logprobs(logits: Tensor, token_ids: list[int],
                  rows: list[SampleRow]) -> list[dict[int, Logprob]]:
     """For each row that asks: raw log-softmax of the sampled token and of the most likely ones."""
     result: list[dict[int, Logprob]] = [{} for _ in rows]
-    vocab_size = logits.shape[-1]
-    wanted = {i: min(num, vocab_size) if num >= 0 else vocab_size for i, row in enumerate(rows)
+    most = logits.shape[-1]
+    wanted = {i: min(num, most) if num >= 0 else most for i, row in enumerate(rows)
               if (num := row.seq.request.params.logprobs) is not None}
     if not wanted:
         return result
