@@ -43,8 +43,8 @@ class EngineConfig(Checked):
     kv_cache_memory_bytes does; by default what memory allows, on a GPU gpu_memory_utilization
     of the device less what weights and activations take.
     max_model_len: longest prompt + completion in tokens; by default what model and pool allow.
-    max_num_seqs: how many sequences may run at once.
     max_num_batched_tokens: the token budget of a step; by default 512, on a GPU 8192.
+    max_num_seqs: how many sequences may run at once; no more than the budget, for each gets one.
     enforce_eager: no CUDA graphs. attention_backend: "auto" or a key of BACKENDS.
     speculative_config: vLLM's {"method": "ngram", "num_speculative_tokens": 4,
     "prompt_lookup_min": 2, "prompt_lookup_max": 4}.
@@ -80,15 +80,11 @@ class EngineConfig(Checked):
             check_number("max_model_len", self.max_model_len, 2, hf_config.max_position_embeddings)
         device = choose_device(self.device)
         on_gpu = device.type == "cuda"
+        budget = self.max_num_batched_tokens or (8192 if on_gpu else 512)
         return replace(
             self, device=device, dtype=choose_dtype(self.dtype, hf_config, device),
-            block_size=self.block_size or (256 if on_gpu else 32),
-            max_num_batched_tokens=self.max_num_batched_tokens or (8192 if on_gpu else 512))
-
-    @property
-    def max_decodes(self) -> int:
-        """Most sequences that can run at once: each gets a token of the budget."""
-        return min(self.max_num_seqs, self.max_num_batched_tokens)
+            block_size=self.block_size or (256 if on_gpu else 32), max_num_batched_tokens=budget,
+            max_num_seqs=min(self.max_num_seqs, budget))
 
     @property
     def max_decode_len(self) -> int:

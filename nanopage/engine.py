@@ -93,7 +93,7 @@ class LLM:
     def _make_scheduler(self) -> Scheduler:
         manager = BlockManager(self.model_runner.num_blocks, self.config.block_size,
                                self.config.enable_prefix_caching)
-        return Scheduler(manager, self.config.max_decodes, self.config.max_num_batched_tokens,
+        return Scheduler(manager, self.config.max_num_seqs, self.config.max_num_batched_tokens,
                          self.config.drafter, self.total)
 
     def _run(self, requests: list[Request]) -> Generator[list[Request], None, None]:

@@ -119,7 +119,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def capture_decode(self, capture: Callable[[Function], Function]) -> None:
-        self.decode_graph = DecodeGraph(self._forward, self.config.max_decodes, self.max_model_len,
+        self.decode_graph = DecodeGraph(self._forward, self.config.max_num_seqs, self.max_model_len,
                                         self.block_size, self.device, capture)
 
     # ---- the size of the cache ---------------------------------------------------------------
@@ -170,9 +170,9 @@ class ModelRunner:
         free, total = torch.cuda.mem_get_info()
         graphs = 0
         if not self.config.enforce_eager:
-            num_graphs = 4 + self.config.max_decodes // 8
+            num_graphs = 4 + self.config.max_num_seqs // 8
             per_token = (peak - before) // self.config.max_num_batched_tokens
-            graphs = (64 << 20) + num_graphs * (2 << 20) + self.config.max_decodes * per_token
+            graphs = (64 << 20) + num_graphs * (2 << 20) + self.config.max_num_seqs * per_token
         share = int(total * self.config.gpu_memory_utilization)
         budget = min(share - peak, free - (peak - before)) - graphs
         if budget <= 0:
@@ -193,7 +193,7 @@ class ModelRunner:
                                    AttentionMetadata.build(
                 borders, borders[1:], tables, num_tokens, self.block_size,
                 max_query_len=num_tokens, max_context_len=num_tokens, query_len=None))
-        self.model.lm_head(hidden[:self.config.max_decodes]).float().softmax(-1)
+        self.model.lm_head(hidden[:self.config.max_num_seqs]).float().softmax(-1)
 
     # ---- a step ------------------------------------------------------------------------------
 

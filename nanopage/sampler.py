@@ -82,7 +82,7 @@ def sample(logits: Tensor, rows: list[SampleRow]) -> Tensor:
         where = to_device(barred, torch.int64, logits.device).T
         logits = logits.index_put(tuple(where), logits.new_full((), -math.inf))
     token_ids = logits.max(-1).indices  # on a CPU four times as fast as argmax
-    random = [i for i, row in enumerate(rows) if not row.seq.request.params.is_greedy]
+    random = [i for i, row in enumerate(rows) if row.seq.request.params.temperature >= 1e-5]
     if random:
         chosen = to_device(random, torch.int64, logits.device)
         picked = sample_random(logits[chosen].float(), [rows[i] for i in random])

@@ -109,7 +109,7 @@ class Scheduler:
     """
 
     block_manager: BlockManager
-    max_num_seqs: int  # at most the budget: see EngineConfig.max_decodes
+    max_num_seqs: int  # at most the budget, for each gets a token in every step
     max_num_batched_tokens: int
     drafter: PromptLookup | None = None
     metrics: Metrics = field(default_factory=Metrics)

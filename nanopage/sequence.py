@@ -110,10 +110,6 @@ class SamplingParams(Checked):
             check_number("stop_token_ids", token_id, 0)
         self.stop, self.stop_token_ids = list(stop), list(ids)
 
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature < 1e-5
-
 
 # ---- what a caller gets ----------------------------------------------------------------------
 

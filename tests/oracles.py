@@ -41,7 +41,7 @@ def hf_logprobs(path, prompt, output, dtype=torch.float32):
 
 
 def check_logprobs(path, prompt, completion, tolerance=1e-4):
-    """Y3: the engine's logprobs of a sampled completion are transformers'."""
+    """Transformers, forced along a sampled completion, gives the logprobs that the engine gave."""
     expected = hf_logprobs(path, prompt, completion.token_ids)
     total = 0.0
     for i, token_id in enumerate(completion.token_ids):

@@ -58,7 +58,7 @@ def test_scratch_block_is_never_handed_out():
 
 
 def test_copy_on_write_of_a_shared_part_filled_block():
-    """A2: branches of one prompt must not overwrite each other."""
+    """Without a copy, branches of one prompt overwrite each other in the block that all share."""
     manager = BlockManager(8, 4)
     parent = start(manager, range(6))
     compute(manager, parent)
@@ -142,7 +142,7 @@ def test_full_hit_on_a_block_that_is_still_unwritten():
 
 
 def test_blocks_are_freed_tail_first():
-    """B5: fails if blocks are freed head first: then a chain loses its head, and so all of it."""
+    """Freed head first, a chain loses its head to the next request, and with it all the rest."""
     manager = BlockManager(4, 4)
     first = start(manager, range(13))
     compute(manager, first)
@@ -161,7 +161,7 @@ def test_blocks_are_freed_tail_first():
 
 
 def test_part_filled_blocks_do_not_push_out_cached_ones():
-    """B5: a block that nobody can hit is reused before any cached one, however old that is."""
+    """A block that nobody can hit must not push out a cached one, however old that is."""
     manager = BlockManager(6, 4)
     first = start(manager, range(9))
     compute(manager, first)

@@ -39,7 +39,7 @@ def test_static_decode_for_every_batch_size(r_model, max_num_seqs):
 
 
 def test_static_decode_long_and_short_contexts(r_model):
-    """K3: nothing of one context length may be frozen: short, long, short at one batch size."""
+    """A length frozen at capture silently drops keys of longer contexts: short, long, short."""
     llm = static(make_engine(r_model))
     for length in (10, 400, 10):
         prompt = prompts_of([length])[0]
@@ -69,7 +69,7 @@ def test_static_decode_with_everything_else(model_dir, options):
 
 
 def test_kernels_on_static_buffers(model_dir, kernels):
-    """K1: dirty tables, table width and prompt lengths up to the last token of max_model_len."""
+    """Too narrow a table fails at the last token of max_model_len; a dirty one shows old blocks."""
     path = model_dir("qwen3", max_position_embeddings=1024)
     params = SamplingParams(temperature=0, max_tokens=2, logprobs=1)
     for backend in ("flash", "varlen"):

@@ -37,7 +37,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_family(model_dir, variant):
-    """J3, J4: a bias, norm, head size, window or RoPE setting that is left out shows here."""
+    """A bias, norm, head size, window or RoPE setting left out changes nearly every token."""
     family, changes = VARIANTS[variant]
     path = model_dir(family, **changes)
     prompts = prompts_of([1, 5, 17, 40])
@@ -72,7 +72,7 @@ def test_small_pools_preempt(r_model, num_blocks, caching):
 
 
 def test_boundaries(r_model):
-    """A1: the place where a new engine is most likely to be off by one."""
+    """A block too few or too many where prompt or completion just fills one: try every length."""
     for caching in (True, False):
         llm = make_engine(r_model, num_blocks=16, enable_prefix_caching=caching)
         most = [0]
@@ -94,7 +94,7 @@ def test_boundaries(r_model):
 
 
 def test_chunks_do_not_attend_ahead(r_model):
-    """C1 and K4: every prompt length against every budget, with NaN in all unwritten slots."""
+    """A chunk attended to slots not yet written; here they hold NaN, whatever the budget."""
     prompts = [prompts_of([length], seed=length)[0] for length in range(1, 22)]
     expected = [hf_greedy(r_model, prompt, 6) for prompt in prompts]
     for budget in (1, 3, 4, 5, 8, 64):
@@ -108,7 +108,7 @@ def test_chunks_do_not_attend_ahead(r_model):
 
 @pytest.mark.parametrize("budget", [1, 3, 5, 64])
 def test_twins(r_model, budget):
-    """B2: equal prompts in one call share blocks that are written in that very step."""
+    """Equal prompts in one call share blocks that are only written in that very step."""
     for length in range(4, 13):
         prompt = prompts_of([length], seed=length)[0]
         expected = hf_greedy(r_model, prompt, 6)
@@ -120,7 +120,7 @@ def test_twins(r_model, budget):
 
 
 def test_twins_then_eviction(r_model):
-    """B2, second half: later registrations of one prefix must not displace the first."""
+    """A later registration of a prefix displaced the first one, and its eviction then failed."""
     prompt = prompts_of([13])[0]
     for budget in (64, 5):
         llm = make_engine(r_model, num_blocks=24, max_num_batched_tokens=budget)
@@ -132,7 +132,7 @@ def test_twins_then_eviction(r_model):
 
 
 def test_full_hits(r_model):
-    """B1: a prompt that is cached to its last token still needs the logits of that token."""
+    """A prompt that is cached to its last token has nothing to compute, but needs its logits."""
     for length in range(1, 18):
         llm = make_engine(r_model)
         prompt = prompts_of([length], seed=length)[0]
@@ -178,7 +178,7 @@ def count_tokens(llm):
 
 
 def test_forced_hash_collisions(r_model, monkeypatch):
-    """B4: a hash with two values; what is verified must identify the whole prefix."""
+    """With a hash of two values, a hit that is not verified is somebody else's answer."""
     monkeypatch.setattr("nanopage.block_manager.hash_block",
                         lambda parent, content: bytes([sum(parent + content) % 2]))
     shared = prompts_of([8], seed=99)[0]
@@ -190,7 +190,7 @@ def test_forced_hash_collisions(r_model, monkeypatch):
 
 
 def test_recompute_after_preemption(r_model):
-    """D1, D2: nothing is inferred from "has output tokens"; counts never go stale."""
+    """What comes back after preemption was taken for a decode, since it has output tokens."""
     prompts = prompts_of([9, 9])
     llm = make_engine(r_model, num_blocks=6)
     assert generate(llm, prompts, max_tokens=12) == [hf_greedy(r_model, p, 12) for p in prompts]
@@ -207,7 +207,7 @@ def test_recompute_after_preemption(r_model):
 
 
 def test_outgrowing_the_pool(r_model):
-    """C3, C4: what can never fit is refused with the numbers; what fits alone always finishes."""
+    """A request that can never fit waits for ever; it is refused with the numbers instead."""
     llm = make_engine(r_model, num_blocks=4, max_model_len=64)
     with pytest.raises(ValueError, match="num_blocks=4"):
         generate(llm, prompts_of([40]))
@@ -282,7 +282,7 @@ def test_waste_is_under_a_block_per_sequence(r_model):
 
 
 def test_sampled_logprobs_under_pressure(r_model):
-    """Y3: KV faults under sampling show without matching random streams."""
+    """Wrong keys under sampling and preemption show in the logprobs, whatever was drawn."""
     prompts = prompts_of([9, 17, 30, 5])
     llm = make_engine(r_model, num_blocks=16, max_num_batched_tokens=9)
     params = SamplingParams(temperature=1.3, seed=3, max_tokens=20, logprobs=2)

@@ -31,7 +31,7 @@ def test_gpu_kernels_equal_the_reference(model_dir, backend):
 
 
 def test_gpu_graph_equals_eager(model_dir):
-    """K1, K3: contexts short, long, short at one batch size; prompts up to max_model_len."""
+    """Contexts short, long, short at one batch size, and prompts up to max_model_len."""
     path = model_dir("qwen3", max_position_embeddings=1024)
     options = dict(dtype="bfloat16", block_size=256, num_blocks=32, device="cuda", max_num_seqs=7)
     graph, eager = LLM(path, **options), LLM(path, enforce_eager=True, **options)
@@ -45,7 +45,7 @@ def test_gpu_graph_equals_eager(model_dir):
 
 
 def test_gpu_memory_is_given_back(model_dir):
-    """K5: three engines in one process, one after the other."""
+    """An engine that is deleted keeps its memory: three in one process, one after the other."""
     path = model_dir("llama")
     held, answers = [], []
     for _ in range(3):

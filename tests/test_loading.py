@@ -1,4 +1,4 @@
-"""J: checkpoints, their oddities, and what is refused in the constructor."""
+"""Checkpoints, their oddities, and what is refused in the constructor."""
 
 import json
 import shutil
@@ -36,7 +36,7 @@ def check(path, expected):
 
 
 def test_tied_output_layer(tmp_path):
-    """J1: tied, with or without a redundant tensor; untied; untied and incomplete."""
+    """Tied with a redundant output tensor failed; untied lost its own to the embedding."""
     tied = make_model(tmp_path / "tied", tie_word_embeddings=True)
     assert "lm_head.weight" not in load_file(Path(tied) / "model.safetensors")
     check(tied, tied)
@@ -69,7 +69,7 @@ def test_missing_foreign_and_misshapen_tensors(tmp_path):
 
 
 def test_files_of_a_checkpoint(tmp_path):
-    """Promise 11: the index decides; only safetensors are read."""
+    """The index decides which files are read; others are ignored, and none is ever executed."""
     path = Path(make_model(tmp_path / "model"))
     save_file({"foreign": torch.zeros(1)}, path / "adapter.safetensors")
     (path / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
@@ -107,7 +107,7 @@ YARN = dict(factor=4.0, original_max_position_embeddings=64)
     ("default", {}), ("llama3", LLAMA3), ("yarn", YARN), ("linear", dict(factor=2.0))])
 @pytest.mark.parametrize("theta", [10000.0, 500000.0])
 def test_rope_in_both_spellings(tmp_path, kind, settings, theta):
-    """J3: scaling that is declared and not applied shows only as the prompt gets longer."""
+    """Scaling that is declared and not applied shows only as the prompt gets longer."""
     base = make_model(tmp_path / "base")
     plain = [hf_greedy(base, p, 16) for p in PROMPTS]
     spellings = [dict(rope_parameters=dict(rope_type=kind, rope_theta=theta, **settings))]

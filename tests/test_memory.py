@@ -10,7 +10,7 @@ from oracles import generate, prompts_of
 
 
 def test_an_engine_gives_its_memory_back(r_model):
-    """K5, the part that needs no GPU: nothing keeps a deleted engine alive."""
+    """A reference that is left somewhere keeps a deleted engine, and its pool, alive."""
     llm = make_engine(r_model)
     llm.model_runner.capture_decode(lambda function: function)
     generate(llm, prompts_of([9]), max_tokens=4)
@@ -21,7 +21,7 @@ def test_an_engine_gives_its_memory_back(r_model):
 
 
 def test_gpu_cache_sizing_arithmetic(r_model, monkeypatch):
-    """K5: what others hold is not ours, what is not free cannot be taken; else an error."""
+    """Memory of other processes was charged to this one; what is not free cannot be taken."""
     llm = make_engine(r_model, gpu_memory_utilization=0.3)
     runner, gib = llm.model_runner, 1 << 30
     monkeypatch.setattr(runner, "_run_largest_prefill", lambda: None)

@@ -167,7 +167,7 @@ def test_random_workloads(roomy, data, family, options, workload):
        call=st.integers(1, 12), family=st.integers(0, 3),
        error=st.sampled_from([RuntimeError, KeyboardInterrupt, MemoryError]))
 def test_faults_at_random_steps(roomy, options, workload, call, family, error):
-    """Promise 10: whatever the model raises, and whenever, no ghost is left."""
+    """After an error in mid-step requests and half-written blocks lived on as ghosts."""
     path, _ = roomy[family]
     llm = build(path, options, workload)
     fault = Fault(llm, error("on purpose"), call)

@@ -1,4 +1,4 @@
-"""I: what a caller may send, what is refused, and what is left behind afterwards."""
+"""What a caller may send, what is refused, and what is left behind afterwards."""
 
 import pytest
 from models import make_engine
@@ -17,7 +17,7 @@ def llm(r_model):
     {"prompt_token_ids": "ab"}, {"prompt_token_ids": [1], "cache_salt": 3}, "no tokenizer", [[1]],
 ])
 def test_bad_prompts_are_refused(llm, r_model, prompt):
-    """I1: at once, by ValueError, and nothing of the call is queued."""
+    """One empty prompt or wrong id took the engine down for all: refused before anything runs."""
     params = SamplingParams(temperature=0, max_tokens=2)
     for bad_call in ([[1, 2], prompt], [prompt, [1, 2]]):
         with pytest.raises(ValueError):
@@ -56,7 +56,7 @@ def test_empty_string(text_model):
 
 
 def test_prompt_at_the_length_limit(r_model):
-    """I2: a prompt needs room for one more token; max_tokens is cut to what is left."""
+    """A prompt as long as the limit has no room for a token; max_tokens is cut to what is left."""
     llm = make_engine(r_model, max_model_len=16)
     for length, num_tokens in ((14, 2), (15, 1)):
         prompt = prompts_of([length])[0]
@@ -89,7 +89,7 @@ def test_length_limits_of_the_engine(r_model):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("x"), MemoryError()])
 def test_fault_in_mid_run(r_model, error):
-    """I4: no ghosts, and no half-written block in the prefix cache."""
+    """After an interrupt the next call returned old requests, or hit half-written blocks."""
     prompts = prompts_of([9, 13, 20, 6])
     for call in (1, 2, 3, 6):
         llm = make_engine(r_model, max_num_batched_tokens=16)
@@ -108,7 +108,7 @@ def test_fault_in_mid_run(r_model, error):
 
 
 def test_abort(r_model):
-    """I4: before the first step, in mid-prefill, in decode, twice, unknown, all."""
+    """An abort left ghosts: before the first step, in mid-prefill, in decode, twice, of all."""
     llm = make_engine(r_model, max_num_batched_tokens=4)
     params = SamplingParams(temperature=0, max_tokens=8)
     for num_steps in (0, 1, 2, 4, 6):
@@ -130,7 +130,7 @@ def test_abort(r_model):
 
 
 def test_order_of_results(r_model):
-    """I5: results come in the order of the prompts, in every call."""
+    """Results came in the order in which they ended, and were lost in the second call."""
     llm = make_engine(r_model)
     prompts = prompts_of(range(3, 13))
     prompts += [prompts[2], prompts[0]]

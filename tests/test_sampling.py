@@ -1,4 +1,4 @@
-"""F: temperatures, filters, seeds, logprobs; each request is as when alone."""
+"""Temperatures, filters, seeds, logprobs: each request is as when alone."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def run(llm, params_list, prompt=PROMPT):
 
 
 def test_temperatures_in_one_batch(r_model):
-    """F1: zero is greedy, nearly zero neither overflows nor divides by zero."""
+    """Temperature 0 was divided by, and one near it overflowed to NaN: both are greedy."""
     llm = make_engine(r_model)
     params = [SamplingParams(temperature=t, seed=5, max_tokens=16) for t in (0, 1, 1e-4, 1e-8, 0)]
     tokens = run(llm, params)
@@ -35,7 +35,7 @@ def test_temperatures_in_one_batch(r_model):
 
 
 def test_filters_in_one_batch(r_model):
-    """F2: "off" in one row must not touch another; a huge k is no index."""
+    """A filter that is off in one row was used as an index when another had it on."""
     llm = make_engine(r_model)
     changes = [dict(top_k=k) for k in (-1, 0, 1, 5, 10**7)]
     changes += [dict(top_p=p) for p in (1.0, 1e-6, 0.7)] + [dict(min_p=p) for p in (0.0, 0.1, 1.0)]
@@ -120,7 +120,7 @@ def test_global_random_state_is_untouched(r_model):
 
 
 def test_logprobs_are_raw(r_model):
-    """F4: not of the tempered or filtered distribution; the sampled token is always there."""
+    """Logprobs changed with the temperature, or lacked the token that was sampled."""
     llm = make_engine(r_model)
     params = SamplingParams(temperature=0.5, top_k=1, logprobs=3, n=2, max_tokens=50)
     for completion in llm.generate(PROMPT, params, use_tqdm=False)[0].outputs:

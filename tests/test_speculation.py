@@ -1,4 +1,4 @@
-"""G: drafts make a sequence lag by more than one, and never change an answer."""
+"""Drafts make a sequence lag by more than one, and never change an answer."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_drafts():
     dict(num_blocks=24), dict(num_blocks=24, enable_prefix_caching=False, max_num_seqs=3),
 ])
 def test_greedy_is_unchanged(model_dir, options):
-    """G1: drafting and non-drafting requests in one batch, twice, so that prefixes hit."""
+    """Speculation changed the greedy answer: drafting and plain requests in one batch, twice."""
     # Few tokens and flat weights: the model repeats itself, so drafts are made and often wrong.
     path = model_dir("llama", vocab_size=16, initializer_range=0.2)
     prompts = [[token % 16 for token in prompt] for prompt in repetitive_prompts()]
@@ -87,7 +87,7 @@ def cycle(tmp_path_factory):
 
 
 def test_full_acceptance(cycle):
-    """G1: with all drafts right, the steps fall to about a fifth."""
+    """With all drafts right and accepted, the steps fall to about a fifth."""
     llm = speculating(cycle)
     tokens = generate(llm, [[0, 1, 2, 3, 4, 5, 0]], max_tokens=100)[0]
     assert tokens == [(1 + i) % 6 for i in range(100)]
@@ -97,7 +97,7 @@ def test_full_acceptance(cycle):
 
 
 def test_limits_hold(cycle):
-    """G3: no position beyond the model, no step beyond the budget, no preemption by drafts."""
+    """Drafts went beyond the model's length, the budget, or the blocks that were free."""
     prompt = [i % 6 for i in range(27)]
     eight = {**NGRAM, "num_speculative_tokens": 8}
     llm = speculating(cycle, max_model_len=32, speculative_config=eight)
@@ -140,7 +140,7 @@ def test_blocks_of_rejected_drafts_are_given_back(model_dir):
 
 
 def test_rejected_drafts_are_not_cached(model_dir):
-    """G4: neither what was rejected nor what is real may be found under a wrong key."""
+    """Rejected drafts were cached under the key of tokens that were never there."""
     path = model_dir("llama", vocab_size=16, initializer_range=0.2)
     for prompt in repetitive_prompts()[:4]:
         prompt = [token % 16 for token in prompt]

@@ -1,4 +1,4 @@
-"""H: stop strings, characters of several tokens, end tokens, chat templates."""
+"""Stop strings, characters of several tokens, end tokens, chat templates."""
 
 import json
 import random
@@ -33,7 +33,7 @@ def complete(llm, prompt="say:", **params):
 
 
 def test_stop_string_over_several_tokens(llm, script):
-    """H1: seen between token ends, and cut from the text; the ids keep all tokens."""
+    """A stop string was only seen where a token ends, and stayed in the text."""
     script("hello world")
     completion = complete(llm, stop=["lo w"])
     assert (completion.text, completion.finish_reason, completion.stop_reason) == (
@@ -64,7 +64,7 @@ def test_stop_in_the_last_held_back_characters(llm, script):
 
 @pytest.mark.parametrize("max_tokens", range(1, 14))
 def test_characters_of_several_tokens(llm, script, max_tokens):
-    """H2: the text is the tokenizer's decoding, wherever the limit falls."""
+    """Decoded token by token, accents and emoji became replacement characters."""
     script(" é😀漢!x")
     completion = complete(llm, max_tokens=max_tokens)
     assert completion.text == llm.tokenizer.decode(completion.token_ids)
@@ -92,7 +92,7 @@ def save(path, **ends):
     (dict(generation=EOS, config=EOS), False), (dict(), False),
 ])
 def test_end_tokens_are_a_union(tmp_path, script, ends, stops):
-    """H4: tokenizer, config.json and generation_config.json each add to the stop set."""
+    """Chat models ran on, since only one of three files was asked for end tokens."""
     script([*b"abcd", END, *b"efghijklmnop"])
     llm = save(tmp_path, **ends)
     completion = complete(llm, max_tokens=12)
@@ -111,7 +111,7 @@ def test_tokenizer_end_token(tmp_path, script):
 
 
 def test_min_tokens(tmp_path):
-    """H4: end tokens are barred until min_tokens; stop strings do not count before it."""
+    """min_tokens was ignored by the further end tokens, or by stop strings."""
     table = torch.zeros(259, 259)
     table[:, END] = 9.0
     table[:, ord("a")] = 5.0
@@ -128,7 +128,7 @@ def test_min_tokens(tmp_path):
 
 
 def test_special_tokens_of_prompts(tmp_path, script):
-    """Promise 7: strings get the tokenizer's special tokens, ids none, chat none twice."""
+    """The start token was doubled by chat, or missing: strings get it, ids do not, chat once."""
     from tokenizers.processors import TemplateProcessing
     tokenizer = byte_tokenizer()
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
