@@ -165,13 +165,12 @@ class LLM:
     def _complete(self, requests: list[Request], use_tqdm: Progress) -> list[RequestOutput]:
         require(isinstance(use_tqdm, bool) or callable(use_tqdm), "use_tqdm", use_tqdm,
                 "True, False or what makes a bar")
-        mine = set(requests)
         num_prompt = num_output = 0
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
         with (make_bar(total=len(requests), desc="Processed prompts", disable=not use_tqdm) as bar,
               closing(self._run(requests)) as steps):
             for touched in steps:
-                for request in mine.intersection(touched):
+                for request in set(requests).intersection(touched):
                     if request.finished:
                         num_prompt += len(request.prompt_token_ids)
                         num_output += sum(seq.num_generated_tokens for seq in request.sequences)

@@ -124,8 +124,9 @@ class Scheduler:
     def abort(self, request: Request) -> None:
         """Drop a request wherever it is; its blocks are free at once. An ended one stays as is."""
         for seq in request.sequences:
-            if seq.finish_reason is None:
-                seq.finish_reason = "abort"
+            seq.finish_reason = seq.finish_reason or "abort"
+        for seq in self.running:  # nobody else holds blocks
+            if seq.finish_reason is not None:
                 self.block_manager.free(seq)
         self.running = [seq for seq in self.running if seq.finish_reason is None]
         self.waiting = [seq for seq in self.waiting if seq.finish_reason is None]
@@ -151,12 +152,13 @@ class Scheduler:
     def _schedule_running(self, batch: Batch) -> None:
         """Serve the running in order; who finds no block takes those of the last in order."""
         manager = self.block_manager
-        unserved, self.running = deque(self.running), []
+        served: list[Sequence] = []
+        unserved = deque(self.running)
         while unserved:
             seq = unserved.popleft()
             num_new = len(seq.token_ids) - seq.num_computed_tokens
             if num_new == 0:  # a beam that waits for its siblings
-                self.running.append(seq)
+                served.append(seq)
                 continue
             if num_new > 1:  # leave one token for each of those behind: decodes never starve
                 num_left = self.max_num_batched_tokens - batch.num_tokens - len(unserved)
@@ -166,9 +168,11 @@ class Scheduler:
                 victim = unserved.pop() if unserved else seq
                 self._preempt(victim, batch)
                 if victim is seq:
-                    return
-            self.running.append(seq)
-            self._schedule_tokens(batch, seq, num_new, num_needed)
+                    break
+            else:
+                served.append(seq)
+                self._schedule_tokens(batch, seq, num_new, num_needed)
+        self.running = served
 
     def _admit_waiting(self, batch: Batch) -> None:
         manager = self.block_manager

@@ -107,6 +107,28 @@ def test_fault_in_mid_run(r_model, error):
         check_idle(llm, r_model)
 
 
+@pytest.mark.parametrize("call", [1, 2, 3, 5, 9])
+def test_fault_inside_the_scheduler(r_model, call):
+    """An interrupt while blocks were handed out left sequences that no queue knew any more."""
+    llm = make_engine(r_model, num_blocks=24)
+    manager, calls = llm.scheduler.block_manager, [0]
+    allocate = manager.allocate
+
+    def faulty(seq, end):
+        calls[0] += 1
+        if calls[0] == call:
+            raise KeyboardInterrupt
+        return allocate(seq, end)
+
+    manager.allocate = faulty
+    ids = [llm.add_request(prompt) for prompt in prompts_of([9, 13])]
+    stream = llm.stream(prompts_of([5])[0], SamplingParams(temperature=0, max_tokens=30))
+    with pytest.raises(KeyboardInterrupt):
+        list(stream)
+    assert not llm.has_unfinished_requests() and len(ids) == 2
+    check_idle(llm, r_model)
+
+
 def test_abort(r_model):
     """An abort left ghosts: before the first step, in mid-prefill, in decode, twice, of all."""
     llm = make_engine(r_model, max_num_batched_tokens=4)
