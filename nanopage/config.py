@@ -26,7 +26,6 @@ from nanopage.proposals import PromptLookup
 from nanopage.sequence import Checked, between, check_number, require
 
 logger = logging.getLogger("nanopage")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -36,8 +35,8 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 class EngineConfig(Checked):
     """The keyword arguments of `LLM`; None and "auto" are chosen at start-up.
 
-    device: "cuda", "cpu" or "auto". dtype: one of DTYPES; "auto" is the checkpoint's on a GPU,
-    and on a CPU bfloat16 where the processor multiplies it natively.
+    device: "cuda", "cpu" or "auto". dtype: torch's or its name, float32, bfloat16 or float16;
+    "auto" is the checkpoint's on a GPU, and on a CPU bfloat16 where the processor multiplies it.
     block_size: tokens per block of the KV cache; by default 32, on a GPU 256.
     num_blocks fixes the size of the pool (the scratch block is not counted), or else
     kv_cache_memory_bytes does; by default what memory allows, on a GPU gpu_memory_utilization
@@ -72,7 +71,7 @@ class EngineConfig(Checked):
         super().__post_init__()
         is_name = isinstance(self.tokenizer, str | Path | None) and self.tokenizer != ""
         require(is_name, "tokenizer", self.tokenizer, "a directory, a name or None")
-        assert self.max_decode_len  # raises for a wrong speculative_config
+        require(self.max_decode_len > 0, "speculative_config", self.speculative_config, "right")
 
     def resolve(self, hf_config: Any) -> EngineConfig:
         """The same settings with device, dtype and sizes chosen for this machine and model."""
@@ -119,10 +118,10 @@ def choose_dtype(dtype: Any, hf_config: Any, device: torch.device) -> torch.dtyp
         probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
         has_bfloat16 = any(getattr(torch.cpu, name, bool)() for name in probes)
         return torch.bfloat16 if has_bfloat16 else torch.float32
-    # Compared one by one, since a wrong value may not be hashable.
-    chosen = [known for name, known in DTYPES.items() if dtype is known or dtype == name]
-    require(bool(chosen), "dtype", dtype, f"'auto' or one of {', '.join(DTYPES)}")
-    return chosen[0]
+    chosen: Any = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    is_known = chosen in (torch.float32, torch.bfloat16, torch.float16)
+    require(is_known, "dtype", dtype, "'auto', 'float32', 'bfloat16' or 'float16'")
+    return chosen
 
 
 # ---- the attention backend -------------------------------------------------------------------

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -110,9 +111,9 @@ class ModelRunner:
         if config.device.type == "cpu":
             pack_linears(self.model)
             keep_freed_memory()
+        self.decode_graph: DecodeGraph | None = None
         self.num_blocks, self.max_model_len = self._size_cache(max_position)
         self.kv_cache = self._make_cache(self.num_blocks)
-        self.decode_graph: DecodeGraph | None = None
         if (config.device.type == "cuda" and not config.enforce_eager
                 and self.backend.is_capturable):
             self.capture_decode(CudaCapture())
@@ -185,14 +186,11 @@ class ModelRunner:
     @torch.inference_mode()
     def _run_largest_prefill(self) -> None:
         num_tokens = self.config.max_num_batched_tokens
-        self.kv_cache = self._make_cache(0)  # everything goes to the scratch block
-        with self.device:
-            borders = torch.tensor([0, num_tokens], dtype=torch.int32)
-            tables = torch.zeros(1, -(-num_tokens // self.block_size), dtype=torch.int32)
-            hidden = self._forward(torch.zeros(num_tokens, dtype=torch.int32),
-                                   AttentionMetadata.build(
-                borders, borders[1:], tables, num_tokens, self.block_size,
-                max_query_len=num_tokens, max_context_len=num_tokens, query_len=None))
+        self.kv_cache = self._make_cache(0)
+        prompt: Any = SimpleNamespace(  # without blocks of its own: all goes to the scratch block
+            token_ids=[0] * num_tokens, draft_token_ids=[], block_table=[], num_computed_tokens=0,
+            num_scheduled_tokens=num_tokens)
+        hidden, _ = self._run_decoder([prompt])
         self.model.lm_head(hidden[:self.config.max_num_seqs]).float().softmax(-1)
 
     # ---- a step ------------------------------------------------------------------------------

@@ -24,7 +24,6 @@ def test_gpu_cache_sizing_arithmetic(r_model, monkeypatch):
     """Memory of other processes was charged to this one; what is not free cannot be taken."""
     llm = make_engine(r_model, gpu_memory_utilization=0.3)
     runner, gib = llm.model_runner, 1 << 30
-    monkeypatch.setattr(runner, "_run_largest_prefill", lambda: None)
     for name in ("empty_cache", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda: 2 * gib)
