@@ -71,7 +71,6 @@ class EngineConfig(Checked):
         super().__post_init__()
         is_name = isinstance(self.tokenizer, str | Path | None) and self.tokenizer != ""
         require(is_name, "tokenizer", self.tokenizer, "a directory, a name or None")
-        require(self.max_decode_len > 0, "speculative_config", self.speculative_config, "right")
 
     def resolve(self, hf_config: Any) -> EngineConfig:
         """The same settings with device, dtype and sizes chosen for this machine and model."""
@@ -85,19 +84,14 @@ class EngineConfig(Checked):
             block_size=self.block_size or (256 if on_gpu else 32), max_num_batched_tokens=budget,
             max_num_seqs=min(self.max_num_seqs, budget))
 
-    @property
-    def max_decode_len(self) -> int:
-        """Most tokens that a sequence computes in a step beside its prompt: one, and its drafts."""
-        return 1 + (self.drafter.num_speculative_tokens if self.drafter else 0)
 
     @property
     def drafter(self) -> PromptLookup | None:
-        if self.speculative_config is None:
-            return None
+        settings = self.speculative_config
         try:
-            return PromptLookup(**self.speculative_config)
+            return None if settings is None else PromptLookup(**settings)
         except TypeError as error:  # a name that is missing or unknown
-            raise ValueError(f"speculative_config={self.speculative_config!r}: {error}") from error
+            raise ValueError(f"speculative_config={settings!r}: {error}") from error
 
 
 def choose_device(device: Any) -> torch.device:

@@ -26,9 +26,10 @@ from tqdm import tqdm
 
 from nanopage.block_manager import BlockManager
 from nanopage.config import EngineConfig, open_checkpoint
+from nanopage.metrics import Metrics
 from nanopage.model_runner import ModelRunner
 from nanopage.proposals import BeamRequest, BeamSearchParams
-from nanopage.scheduler import Metrics, Scheduler
+from nanopage.scheduler import Scheduler
 from nanopage.sequence import (
     CompletionOutput,
     Request,
@@ -54,6 +55,7 @@ class LLM:
 
     def __init__(self, model: str | Path, **options: Any) -> None:
         config = EngineConfig(**options)
+        self.drafter = config.drafter
         checkpoint = open_checkpoint(model, config.tokenizer)
         self.config = config.resolve(checkpoint.hf_config)
         self.vocab_size = checkpoint.hf_config.vocab_size
@@ -94,7 +96,7 @@ class LLM:
         manager = BlockManager(self.model_runner.num_blocks, self.config.block_size,
                                self.config.enable_prefix_caching)
         return Scheduler(manager, self.config.max_num_seqs, self.config.max_num_batched_tokens,
-                         self.config.drafter, self.total)
+                         self.drafter, self.total)
 
     def _run(self, requests: list[Request]) -> Generator[list[Request], None, None]:
         """Step until these have ended; yields who got tokens. To close it early aborts them."""

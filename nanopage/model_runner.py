@@ -25,8 +25,7 @@ from nanopage.config import EngineConfig, choose_backend
 from nanopage.cpu import available_memory, keep_freed_memory, pack_linears
 from nanopage.layers import CausalLM
 from nanopage.sampler import SampleRow, sample, to_device, top_logprobs
-from nanopage.scheduler import Batch, Sample
-from nanopage.sequence import Sequence
+from nanopage.sequence import Batch, Sample, Sequence
 
 Function = Callable[[], Tensor]
 
@@ -211,7 +210,8 @@ class ModelRunner:
         """Returns hidden states [num_tokens, hidden_size] and each sequence's first row in them."""
         query_lens = [seq.num_scheduled_tokens for seq in sequences]
         longest = max(query_lens)
-        is_decode = longest <= self.config.max_decode_len
+        is_decode = all(seq.num_scheduled_tokens == 1 + len(seq.draft_token_ids)
+                        for seq in sequences)
         # Verifying drafts, a kernel may want as many queries of each sequence: padding follows.
         is_padded = is_decode and self.backend.pads_drafts
         token_ids: list[int] = []

@@ -28,74 +28,9 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from nanopage.block_manager import BlockManager
+from nanopage.metrics import Metrics
 from nanopage.proposals import BeamRequest, PromptLookup
-from nanopage.sequence import Logprob, Request, Sequence
-
-Sample = tuple[int, dict[int, Logprob]]  # a token, and logprobs where they were asked for
-
-
-@dataclass
-class Batch:
-    """What one step computes: the next num_scheduled_tokens of each sequence, drafts included."""
-
-    sequences: list[Sequence] = field(default_factory=list)
-    num_tokens: int = 0
-    num_drafts: int = 0
-    copies: list[tuple[int, int]] = field(default_factory=list)  # blocks, before the forward pass
-    admitted: list[Sequence] = field(default_factory=list)
-    num_preemptions: int = 0
-
-
-@dataclass
-class Metrics:
-    """Counters since the engine started; blocks are counted without the scratch block."""
-
-    num_blocks: int = 0
-    num_used_blocks: int = 0
-    num_cached_blocks: int = 0
-    peak_used_blocks: int = 0
-    num_preemptions: int = 0
-    prefix_queried_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    num_prompt_tokens: int = 0
-    num_generated_tokens: int = 0
-    num_steps: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_saved_blocks: int = 0  # sum of references - blocks in use, at the peak
-    num_allocated_slots: int = 0  # summed over the steps, as is the next
-    num_empty_slots: int = 0
-
-    @property
-    def kv_waste(self) -> float:
-        """Share of the allocated slots that hold no token, mean over all steps."""
-        return self.num_empty_slots / max(1, self.num_allocated_slots)
-
-    def count_schedule(self, batch: Batch, scheduler: Scheduler) -> None:
-        manager, size = scheduler.block_manager, scheduler.block_manager.block_size
-        num_used = manager.num_used_blocks
-        self.num_steps += bool(batch.sequences)
-        self.num_draft_tokens += batch.num_drafts
-        self.num_allocated_slots += num_used * size
-        self.num_empty_slots += sum(
-            len(seq.block_table) * size - seq.num_computed_tokens - seq.num_scheduled_tokens
-            for seq in batch.sequences)
-        if num_used > self.peak_used_blocks:
-            self.peak_used_blocks = num_used
-            num_references = sum(len(seq.block_table) for seq in scheduler.running)
-            self.num_saved_blocks = num_references - num_used
-        for seq in batch.admitted:
-            if manager.enable_prefix_caching:
-                self.prefix_queried_tokens += seq.num_tokens
-                self.prefix_hit_tokens += seq.num_computed_tokens
-            if seq.request.num_cached_tokens is None:  # not what it hits after a preemption
-                seq.request.num_cached_tokens = seq.num_computed_tokens
-                self.num_prompt_tokens += seq.num_prompt_tokens
-
-    def count_update(self, batch: Batch, num_sampled: int, num_generated: int) -> None:
-        self.num_preemptions += batch.num_preemptions
-        self.num_generated_tokens += num_generated
-        self.num_accepted_tokens += batch.num_drafts - (num_sampled - num_generated)
+from nanopage.sequence import Batch, Request, Sample, Sequence
 
 
 @dataclass
@@ -146,7 +81,7 @@ class Scheduler:
             self._admit_waiting(batch)
         if self.drafter is not None:
             self._add_drafts(batch, self.drafter)
-        self.metrics.count_schedule(batch, self)
+        self.metrics.count_schedule(batch, self.block_manager, self.running)
         return batch
 
     def _schedule_running(self, batch: Batch) -> None:

@@ -289,3 +289,20 @@ class Request:
         return RequestOutput(
             self.request_id, self.prompt, list(self.prompt_token_ids),
             [seq.output() for seq in self.sequences], self.finished, self.num_cached_tokens or 0)
+
+
+# ---- what one step computes ------------------------------------------------------------------
+
+Sample = tuple[int, dict[int, Logprob]]  # a token, and logprobs where they were asked for
+
+
+@dataclass
+class Batch:
+    """The next num_scheduled_tokens of each sequence, drafts included; made by the scheduler."""
+
+    sequences: list[Sequence] = field(default_factory=list)
+    num_tokens: int = 0
+    num_drafts: int = 0
+    copies: list[tuple[int, int]] = field(default_factory=list)  # blocks, before the forward pass
+    admitted: list[Sequence] = field(default_factory=list)
+    num_preemptions: int = 0

@@ -16,7 +16,7 @@ from oracles import (
 )
 
 from nanopage import BeamSearchParams, SamplingParams, demo
-from nanopage.scheduler import Batch
+from nanopage.sequence import Batch
 
 
 def branches(llm, prompt, **params):
