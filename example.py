@@ -4,7 +4,7 @@
     python example.py Qwen/Qwen3-0.6B    any supported model: a directory or a hub name
 """
 
-import sys
+import argparse
 
 from nanopage import LLM, SamplingParams, demo
 
@@ -47,8 +47,11 @@ def tables_of(llm: LLM, num_steps: int, *requests: tuple[str, SamplingParams]) -
 
 
 def main() -> None:
-    model = sys.argv[1] if len(sys.argv) > 1 else demo.model_path()
-    llm = LLM(model, max_model_len=2048)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", nargs="?", help="a directory or a name on the model hub")
+    llm = LLM(parser.parse_args().model or demo.model_path(), max_model_len=2048)
+    print(llm)
     chats(llm)
 
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=32)

@@ -44,7 +44,8 @@ class AttentionMetadata:
     positions: Tensor  # [num_tokens] int32: where each token stands in its sequence
     slot_mapping: Tensor  # [num_tokens] int64: where its K and V go
     cu_seqlens_k: Tensor  # [num_seqs + 1] int32: as cu_seqlens_q, counted in keys
-    memo: dict[Any, Any] = field(default_factory=dict)  # what a backend works out once for a step
+    # What a backend works out once, for all layers of the step.
+    memo: dict[Any, Any] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:  # what flash-attn demands
         for lengths in (self.cu_seqlens_q, self.cu_seqlens_k, self.context_lens):

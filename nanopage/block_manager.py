@@ -235,6 +235,10 @@ class BlockManager:
                 self.unwritten.add(block)
             seq.num_registered_blocks = i + 1
 
+    def reset_prefix_cache(self) -> None:
+        for block in list(self.cached.values()):
+            self._forget(block)
+
     def _forget(self, block: Block) -> None:
         if block.prefix is not None:
             del self.cached[block.prefix.hash]

@@ -28,6 +28,8 @@ from nanopage.sequence import Checked, between, check_number, require
 logger = logging.getLogger("nanopage")
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+SAMPLING_NAMES = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p",
+                  "min_p": "min_p", "max_new_tokens": "max_tokens"}
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 
 
@@ -44,6 +46,7 @@ class EngineConfig(Checked):
     max_model_len: longest prompt + completion in tokens; by default what model and pool allow.
     max_num_batched_tokens: the token budget of a step; by default 512, on a GPU 8192.
     max_num_seqs: how many sequences may run at once; no more than the budget, for each gets one.
+    generation_config: "auto" takes default sampling parameters from the model's, "vllm" none.
     enforce_eager: no CUDA graphs. attention_backend: "auto" or a key of BACKENDS.
     speculative_config: vLLM's {"method": "ngram", "num_speculative_tokens": 4,
     "prompt_lookup_min": 2, "prompt_lookup_max": 4}.
@@ -65,17 +68,25 @@ class EngineConfig(Checked):
     enforce_eager: bool = False
     attention_backend: str = "auto"
     speculative_config: dict[str, Any] | None = None
+    generation_config: str = "auto"
     seed: int = between(-2**63, 2**63 - 1, default=0)
 
     def __post_init__(self) -> None:
+        for name, default in (("max_num_seqs", 256), ("enable_prefix_caching", True)):
+            if getattr(self, name) is None:  # as in vLLM; the dataclass is frozen for others
+                object.__setattr__(self, name, default)
         super().__post_init__()
+        require(self.generation_config in ("auto", "vllm"), "generation_config",
+                self.generation_config, "'auto' or 'vllm'")
         is_name = isinstance(self.tokenizer, str | Path | None) and self.tokenizer != ""
         require(is_name, "tokenizer", self.tokenizer, "a directory, a name or None")
 
     def resolve(self, hf_config: Any) -> EngineConfig:
         """The same settings with device, dtype and sizes chosen for this machine and model."""
         if self.max_model_len is not None:
-            check_number("max_model_len", self.max_model_len, 2, hf_config.max_position_embeddings)
+            most = longest_sequence(hf_config)
+            require(self.max_model_len <= most, "max_model_len", self.max_model_len,
+                    f"at most {most}, the longest sequence of the model")
         device = choose_device(self.device)
         on_gpu = device.type == "cuda"
         budget = self.max_num_batched_tokens or (8192 if on_gpu else 512)
@@ -171,9 +182,11 @@ class Checkpoint:
     hf_config: Any
     tokenizer: Any  # None if there is none: such a model takes token ids only
     end_token_ids: frozenset[int]
+    sampling_defaults: dict[str, Any]  # of SamplingParams, from generation_config.json
 
 
-def open_checkpoint(model: Any, tokenizer: str | Path | None) -> Checkpoint:
+def open_checkpoint(model: Any, tokenizer: str | Path | None,
+                    generation_config: str) -> Checkpoint:
     """model: a directory, or a name on the hub, whose files then come to the local cache."""
     path = find_directory(model)
     hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -185,12 +198,29 @@ def open_checkpoint(model: Any, tokenizer: str | Path | None) -> Checkpoint:
         loaded = AutoTokenizer.from_pretrained(tokenizer or path, trust_remote_code=False)
         require(loaded.is_fast, "tokenizer", str(tokenizer or path), "one with a tokenizer.json")
     # The stop set is the union of what the three files call the end.
-    ends = [getattr(loaded, "eos_token_id", None), hf_config.eos_token_id]
-    if (path / "generation_config.json").is_file():
-        ends.append(GenerationConfig.from_pretrained(path).eos_token_id)
-    end_token_ids = {token_id for named in ends if named is not None
-                     for token_id in ([named] if isinstance(named, int) else named)}
-    return Checkpoint(path, hf_config, loaded, frozenset(end_token_ids))
+    file = path / "generation_config.json"
+    generation = GenerationConfig.from_pretrained(path) if file.is_file() else GenerationConfig()
+    ends: set[int] = set()
+    for named in (getattr(loaded, "eos_token_id", None), hf_config.eos_token_id,
+                  generation.eos_token_id):
+        for token_id in named if isinstance(named, list) else [named]:
+            if token_id is not None:
+                check_number("eos_token_id", token_id, 0)
+                ends.add(token_id)
+    given = generation.to_diff_dict() if generation_config == "auto" else {}
+    for name in given:
+        if name.endswith("penalty"):
+            logger.warning("%s=%r in %s is not supported", name, given[name], file)
+    defaults = {ours: given[name] for name, ours in SAMPLING_NAMES.items() if name in given}
+    return Checkpoint(path, hf_config, loaded, frozenset(ends), defaults)
+
+
+def longest_sequence(config: Any) -> int:
+    """Positions times RoPE scaling, as vLLM derives it (llama3's names its positions in full)."""
+    rope, positions = config.rope_parameters, config.max_position_embeddings
+    if rope["rope_type"] not in ("linear", "yarn"):
+        return positions
+    return int(rope.get("original_max_position_embeddings", positions) * rope["factor"])
 
 
 def find_directory(model: Any) -> Path:
@@ -203,8 +233,13 @@ def find_directory(model: Any) -> Path:
     is_hub_name = not (path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1)
     require(is_hub_name, "model", name, "a directory that exists")
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-    return Path(snapshot_download(str(model), allow_patterns=patterns,
-                                  ignore_patterns=["original/*", "consolidated*"]))
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns,
+                                      ignore_patterns=["original/*", "consolidated*"]))
+    except Exception as error:  # of the hub's library, whose tracebacks fill screens
+        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else error
+        raise ValueError(f"model={name!r}: not a directory, and not to be had from the model hub "
+                         f"({reason})") from None
 
 
 def check_supported(config: Any) -> None:

@@ -1,9 +1,8 @@
 """What makes it fast on a CPU?
 
-A leaf: nothing here changes what is computed, and a first reader may skip it. Three things cost
-time on a CPU that a GPU does not notice: copying keys and values together before they are attended
-to, weights in an order that does not suit the processor, and memory that malloc gives back to the
-system after each step and has mapped anew in the next.
+A leaf: nothing here changes what is computed, and a first reader may skip it. Two things cost time
+on a CPU that a GPU does not notice: copying keys and values together before they are attended to,
+and weights in an order that does not suit the processor.
 
 Invariants: what this file replaces stays right without it; unwritten slots are never read into a
 result.
@@ -11,12 +10,9 @@ result.
 Next: config.py, which chooses this on a CPU.
 """
 
-import ctypes
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -52,8 +48,10 @@ class CpuAttention(Backend):
 
     def store(self, k: Tensor, v: Tensor, cache: Tensor, metadata: AttentionMetadata) -> None:
         k_pool, v_pool = self.pools(cache)
-        blocks = metadata.slot_mapping // cache.shape[3]
-        offsets = metadata.slot_mapping % cache.shape[3]
+        if "slots" not in metadata.memo:
+            slots, block_size = metadata.slot_mapping, cache.shape[3]
+            metadata.memo["slots"] = slots // block_size, slots % block_size
+        blocks, offsets = metadata.memo["slots"]
         k_pool[blocks, :, :, offsets] = k
         v_pool[blocks, :, offsets] = v
 
@@ -63,8 +61,12 @@ class CpuAttention(Backend):
         if window not in metadata.memo:  # layers with the same window share the index arithmetic
             metadata.memo[window] = list(self._plan(q, cache, metadata, window))
         k_pool, v_pool = self.pools(cache)
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        for tokens, attend in metadata.memo[window]:
+        (tokens, attend), *others = metadata.memo[window]
+        out = attend(q[tokens] * scale, k_pool, v_pool)
+        if others:  # a mixed step
+            part, out = out, torch.empty_like(q, memory_format=torch.contiguous_format)
+            out[tokens] = part
+        for tokens, attend in others:
             out[tokens] = attend(q[tokens] * scale, k_pool, v_pool)
         return out
 
@@ -108,19 +110,22 @@ def plan_in_place(q: Tensor, cache: Tensor, tables: Tensor, positions: Tensor,
     """
     num_heads, (num_kv_heads, block_size, head_dim) = q.shape[1], cache.shape[2:]
     width = tables.shape[1]
-    in_block, in_head = torch.arange(block_size), torch.arange(head_dim)
+    # All indices are int32: they are read once for each row of K and V.
+    in_block, in_head = (torch.arange(size, dtype=torch.int32) for size in (block_size, head_dim))
     last = positions[:, None] + 1  # [tokens, 1]: each token sees the keys [first, last)
     first = torch.zeros_like(last) if window is None else last - window
     begins = torch.arange(width) * block_size
     is_seen = (begins < last) & (begins + block_size > first)  # [tokens, width]: of a block
     rows, nth = is_seen.repeat_interleave(num_heads, 0).nonzero(as_tuple=True)  # [bags]
     tokens, kv_heads = rows // num_heads, rows % num_heads // (num_heads // num_kv_heads)
-    blocks = (tables[tokens, nth] * num_kv_heads + kv_heads)[:, None]
-    k_rows = (blocks * head_dim + in_head).int()  # a row of a pool is (block, KV head, dimension)
-    keys = nth[:, None] * block_size + in_block  # [bags, block_size]
+    blocks = (tables[tokens, nth] * num_kv_heads + kv_heads.int())[:, None]
+    k_rows = blocks * head_dim + in_head  # a row of a pool is (block, KV head, dimension)
+    begins = nth[:, None].int() * block_size
+    keys = begins + in_block  # [bags, block_size]
     hidden = (keys < first[tokens]) | (keys >= last[tokens])
-    # Hidden keys have probability 0, and point at the scratch block: 0 x NaN would be NaN.
-    v_rows = (blocks * block_size + in_block).masked_fill_(hidden, 0).int().flatten()
+    # Hidden keys have probability 0, but 0 x NaN is NaN: a key that is seen stands in for them.
+    stand_in = (first[tokens] - begins).clamp(min=0)
+    v_rows = (blocks * block_size + torch.where(hidden, stand_in, in_block)).flatten()
     num_bags = is_seen.sum(1).repeat_interleave(num_heads)  # [rows]
     v_starts = ((num_bags.cumsum(0) - num_bags) * block_size).int()
     partial = hidden.any(1).nonzero()[:, 0]
@@ -132,10 +137,10 @@ def plan_in_place(q: Tensor, cache: Tensor, tables: Tensor, positions: Tensor,
         queries = q.view(-1, head_dim).index_select(0, rows)  # [bags, head_dim]
         scores = F.embedding_bag(k_rows, k_pool.view(-1, block_size), mode="sum",
                                  per_sample_weights=queries)  # [bags, block_size]
-        scores[partial] = scores[partial].masked_fill_(hidden, float("-inf"))
+        seen = scores.index_select(0, partial).masked_fill_(hidden, float("-inf"))
+        scores.index_copy_(0, partial, seen)
         padded.index_copy_(0, places, scores)
         probs = padded.view(len(num_bags), -1).softmax(-1).view_as(padded)
-        v_pool[0, 0, 0] = 0
         out = F.embedding_bag(v_rows, v_pool.view(-1, head_dim), v_starts, mode="sum",
                               per_sample_weights=probs.index_select(0, places).flatten())
         return out.view(-1, num_heads, head_dim)
@@ -181,19 +186,23 @@ def pack_linears(module: nn.Module) -> None:
                 module.act = nn.Identity()
 
 
-def keep_freed_memory() -> None:
-    """Let malloc reuse what a step frees, or the next has to map and fault in every page anew."""
-    mallopt: Any = sys.platform == "linux" and getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt:  # glibc
-        mallopt(-3, 32 << 20)  # M_MMAP_THRESHOLD, at its largest
-        mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
-
-
-def available_memory() -> int:
-    """Bytes of main memory that a process may take without swapping."""
+def available_memory(root: Path = Path("/")) -> int:
+    """Bytes of main memory that a process may take: what is free, and the container allows."""
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        lines = (root / "proc/meminfo").read_text().splitlines()
         fields = dict(line.split(":") for line in lines)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+        limits = [int(fields["MemAvailable"].split()[0]) * 1024]
+    except (OSError, KeyError):  # not Linux
+        pass
+    for folder, limit, usage in (  # cgroup v2 and v1
+            ("sys/fs/cgroup", "memory.max", "memory.current"),
+            ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes")):
+        try:
+            allowed, used = (int((root / folder / name).read_text()) for name in (limit, usage))
+            stat = dict(x.split() for x in (root / folder / "memory.stat").read_text().splitlines())
+            # Pages of files that were read, such as weights, are given up when memory is wanted.
+            limits.append(allowed - used + int(stat.get("inactive_file", 0)))
+        except (OSError, ValueError):  # no such group, or no limit ("max")
+            pass
+    return max(0, min(limits))

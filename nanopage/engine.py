@@ -15,9 +15,11 @@ This is the last file. To see it run: example.py.
 """
 
 import random
+import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import wraps
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -43,8 +45,17 @@ Prompt = Any  # a string, token ids, or a dict of vLLM's with prompt or prompt_t
 Progress = bool | Callable[..., tqdm]  # False, True, or what makes a bar as tqdm does
 
 
+def locked(method: Callable[..., Any]) -> Callable[..., Any]:
+    """One thread at a time may touch the queues; a step on behalf of one call serves all."""
+    @wraps(method)
+    def under_lock(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with self.lock:
+            return method(self, *args, **kwargs)
+    return under_lock
+
+
 class LLM:
-    """A model and its engine.
+    """A model and its engine. Several threads may call it: each call gets its own results.
 
     model: a directory with a transformers checkpoint, or a name on the model hub. The keyword
     arguments are the fields of `EngineConfig`.
@@ -56,12 +67,14 @@ class LLM:
     def __init__(self, model: str | Path, **options: Any) -> None:
         config = EngineConfig(**options)
         self.drafter = config.drafter
-        checkpoint = open_checkpoint(model, config.tokenizer)
+        checkpoint = open_checkpoint(model, config.tokenizer, config.generation_config)
         self.config = config.resolve(checkpoint.hf_config)
         self.vocab_size = checkpoint.hf_config.vocab_size
         self.tokenizer, self.end_token_ids = checkpoint.tokenizer, checkpoint.end_token_ids
         self.model_runner = ModelRunner(checkpoint.path, checkpoint.hf_config, self.config)
         self.max_model_len = self.model_runner.max_model_len
+        self.sampling_defaults = checkpoint.sampling_defaults
+        self.lock = threading.RLock()
         self.random = random.Random(config.seed)
         self.num_requests = 0
         self.total = Metrics(num_blocks=self.model_runner.num_blocks)
@@ -70,8 +83,15 @@ class LLM:
         self.news: dict[str, Request] = {}
         self.scheduler = self._make_scheduler()
 
+    def __repr__(self) -> str:
+        config, runner = self.config, self.model_runner
+        return (f"LLM({runner.path.name}, {config.device}, {str(config.dtype)[6:]}, attention "
+                f"{runner.backend.name}, {runner.num_blocks} blocks of {config.block_size}, "
+                f"sequences of up to {self.max_model_len} tokens)")
+
     # ---- the loop ----------------------------------------------------------------------------
 
+    @locked
     def _step(self) -> list[Request]:
         """One step of the engine, for all calls at once. Returns the requests that got tokens."""
         try:
@@ -101,20 +121,22 @@ class LLM:
     def _run(self, requests: list[Request]) -> Generator[list[Request], None, None]:
         """Step until these have ended; yields who got tokens. To close it early aborts them."""
         try:
-            for request in requests:
-                self.scheduler.add(request)
+            with self.lock:
+                for request in requests:
+                    self.scheduler.add(request)
             while any(not request.finished for request in requests):
                 yield self._step()
         finally:
-            for request in requests:
-                self.scheduler.abort(request)
+            with self.lock:
+                for request in requests:
+                    self.scheduler.abort(request)
 
     # ---- whole calls -------------------------------------------------------------------------
 
     def generate(self, prompts: Prompt,
                  sampling_params: SamplingParams | list[SamplingParams] | None = None,
-                 use_tqdm: Progress = True,
-                 priority: list[int] | None = None) -> list[RequestOutput]:
+                 use_tqdm: Progress = True, priority: list[int] | None = None,
+                 lora_request: None = None) -> list[RequestOutput]:
         """Complete one prompt or many; returns a RequestOutput for each, in their order.
 
         A prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids"
@@ -122,20 +144,31 @@ class LLM:
         Raises ValueError before anything runs.
         """
         prompts = as_list(prompts)
+        require(lora_request is None, "lora_request", lora_request, "None")
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or SamplingParams()] * len(prompts)
+            sampling_params = [sampling_params or self.get_default_sampling_params()] * len(prompts)
         priority = [0] * len(prompts) if priority is None else priority
         for name, values in (("sampling_params", sampling_params), ("priority", priority)):
             is_list = isinstance(values, (list, tuple)) and len(values) == len(prompts)
-            require(is_list, name, values, f"one for each of the {len(prompts)} prompts")
-        requests = [self._make_request(*args) for args in zip(prompts, sampling_params, priority)]
+            require(is_list, name, values, f"a list, one for each of the {len(prompts)} prompts")
+        requests: list[Request] = []
+        for given in zip(prompts, sampling_params, priority):
+            try:
+                requests.append(self._make_request(*given))
+            except ValueError as error:
+                raise ValueError(f"prompts[{len(requests)}]: {error}") from None
         return self._complete(requests, use_tqdm)
 
     def chat(self, messages: list[Any],
              sampling_params: SamplingParams | list[SamplingParams] | None = None,
-             use_tqdm: Progress = True, chat_template: str | None = None,
-             add_generation_prompt: bool = True) -> list[RequestOutput]:
-        """Answer one conversation, a list of {"role", "content"}, or a list of them."""
+             use_tqdm: Progress = True, lora_request: None = None,
+             chat_template: str | None = None, add_generation_prompt: bool = True,
+             continue_final_message: bool = False, tools: list[Any] | None = None,
+             chat_template_kwargs: dict[str, Any] | None = None) -> list[RequestOutput]:
+        """Answer one conversation, a list of {"role", "content"}, or a list of them.
+
+        The last four arguments go into the model's chat template as they are.
+        """
         require(self.tokenizer is not None, "tokenizer", None, "there for chat")
         require(isinstance(messages, (list, tuple)) and len(messages) > 0, "messages", messages,
                 "a conversation or a list of them")
@@ -146,15 +179,17 @@ class LLM:
                     "messages", conversation, "a list of dicts with role and content")
             try:
                 text = self.tokenizer.apply_chat_template(
-                    list(conversation), chat_template=chat_template, tokenize=False,
-                    add_generation_prompt=add_generation_prompt)
+                    [join_parts(message) for message in conversation], tokenize=False,
+                    chat_template=chat_template, add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message, tools=tools,
+                    **(chat_template_kwargs or {}))
             except Exception as error:  # whatever a template in Jinja may raise
                 raise ValueError(f"messages={conversation!r}: the chat_template does not take "
                                  f"them ({error})") from error
             # The template has written the special tokens already.
             ids = self._encode(text, add_special_tokens=False)
             prompts.append({"prompt": text, "prompt_token_ids": ids})
-        return self.generate(prompts, sampling_params, use_tqdm)
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
 
     def beam_search(self, prompts: Prompt, params: BeamSearchParams) -> list[RequestOutput]:
         """The `beam_width` best completions of each prompt, best first, as its `outputs`.
@@ -167,19 +202,18 @@ class LLM:
     def _complete(self, requests: list[Request], use_tqdm: Progress) -> list[RequestOutput]:
         require(isinstance(use_tqdm, bool) or callable(use_tqdm), "use_tqdm", use_tqdm,
                 "True, False or what makes a bar")
-        num_prompt = num_output = 0
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
-        with (make_bar(total=len(requests), desc="Processed prompts", disable=not use_tqdm) as bar,
-              closing(self._run(requests)) as steps):
-            for touched in steps:
-                for request in set(requests).intersection(touched):
-                    if request.finished:
-                        num_prompt += len(request.prompt_token_ids)
-                        num_output += sum(seq.num_generated_tokens for seq in request.sequences)
-                        rate = 1 / max(bar.format_dict["elapsed"], 1e-9)
-                        bar.set_postfix_str(f"prompt: {num_prompt * rate:.0f} tok/s, "
-                                            f"output: {num_output * rate:.0f} tok/s", refresh=False)
-                        bar.update()
+        with (make_bar(total=len(requests), desc="Processed prompts", miniters=0,
+                       disable=not use_tqdm) as bar, closing(self._run(requests)) as steps):
+            for _ in steps:
+                if use_tqdm:
+                    num_in = sum(len(r.prompt_token_ids) for r in requests
+                                 if r.num_cached_tokens is not None)
+                    num_out = sum(seq.num_generated_tokens for r in requests for seq in r.sequences)
+                    rate = 1 / max(bar.format_dict["elapsed"], 1e-9)
+                    bar.set_postfix_str(f"prompt: {num_in * rate:.0f} tok/s, "
+                                        f"output: {num_out * rate:.0f} tok/s", refresh=False)
+                    bar.update(sum(request.finished for request in requests) - bar.n)
         return [request.output() for request in requests]
 
     # ---- token by token ----------------------------------------------------------------------
@@ -191,7 +225,7 @@ class LLM:
         No text ends in half a character, and none is part of a stop string. The last output of
         each completion has its finish_reason. Leaving the loop early aborts the request.
         """
-        params = sampling_params or SamplingParams()
+        params = sampling_params or self.get_default_sampling_params()
         return self._stream(self._make_request(prompt, params, priority))
 
     def _stream(self, request: Request) -> Iterator[CompletionOutput]:
@@ -199,22 +233,28 @@ class LLM:
         shown: list[tuple[int, int, str | None]] = [(0, 0, None)] * len(request.sequences)
         with closing(self._run([request])) as steps:
             while None in (finish_reason for _, _, finish_reason in shown):
-                next(steps, None)
-                for i, seq in enumerate(request.sequences):
-                    before, shown[i] = shown[i], seq.progress
-                    if shown[i] != before:
-                        yield seq.output(*before[:2])
+                pieces = []
+                with self.lock:
+                    next(steps, None)
+                    for i, seq in enumerate(request.sequences):
+                        before, shown[i] = shown[i], seq.progress
+                        if shown[i] != before:
+                            pieces.append(seq.output(*before[:2]))
+                yield from pieces
 
     # ---- step by step ------------------------------------------------------------------------
 
+    @locked
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
                     priority: int = 0) -> str:
         """Queue one request for `step`; returns its id. Raises ValueError, queueing nothing."""
-        request = self._make_request(prompt, sampling_params or SamplingParams(), priority)
+        params = sampling_params or self.get_default_sampling_params()
+        request = self._make_request(prompt, params, priority)
         self.requests[request.request_id] = request
         self.scheduler.add(request)
         return request.request_id
 
+    @locked
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests that got tokens or ended, as they are now.
 
@@ -227,6 +267,7 @@ class LLM:
                 del self.requests[request.request_id]
         return [request.output() for request in news.values()]
 
+    @locked
     def abort(self, request_id: str) -> None:
         """End a request of `add_request` now; an unknown or ended one is no error."""
         if isinstance(request_id, str) and request_id in self.requests:
@@ -239,10 +280,21 @@ class LLM:
     def get_tokenizer(self) -> Any:
         return self.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json asks for, and vLLM's defaults beside it."""
+        return SamplingParams(**self.sampling_defaults)
+
+    @locked
+    def reset_prefix_cache(self) -> bool:
+        """Forget what is cached; a block that is in use stays in use."""
+        self.scheduler.block_manager.reset_prefix_cache()
+        return True
+
     def num_free_blocks(self) -> int:
         """Blocks that nobody holds; those with a cached prefix are among them."""
         return self.scheduler.block_manager.num_free_blocks
 
+    @locked
     def metrics(self) -> Metrics:
         """Counters since the start, and the pool as it is now."""
         manager = self.scheduler.block_manager
@@ -251,6 +303,7 @@ class LLM:
 
     # ---- requests ----------------------------------------------------------------------------
 
+    @locked
     def _make_request(self, prompt: Prompt, params: SamplingParams, priority: int,
                       kind: type[Request] = Request, num_beams: int = 1,
                       **others: Any) -> Request:
@@ -309,12 +362,12 @@ class LLM:
             require(self.tokenizer is not None, "prompt", prompt,
                     "token ids, for the model has no tokenizer")
             token_ids = self._encode(text or "")
-        is_list = isinstance(token_ids, (list, tuple))
-        require(is_list, "prompt_token_ids", token_ids, "a list of token ids")
+        require(is_sequence(token_ids), "prompt_token_ids", token_ids, "a list of token ids")
         for token_id in token_ids:
             check_number("prompt_token_ids", token_id, 0, self.vocab_size - 1)
         return text, [int(token_id) for token_id in token_ids], (salt or "").encode()
 
+    @locked
     def _encode(self, text: str, **options: Any) -> list[int]:
         is_unicode = text.encode(errors="ignore").decode() == text  # no lone surrogates
         require(is_unicode, "prompt", text, "valid Unicode")
@@ -325,6 +378,23 @@ def as_list(prompts: Prompt) -> list[Prompt]:
     """One prompt becomes a list of one."""
     if isinstance(prompts, (str, dict)):
         return [prompts]
-    require(isinstance(prompts, (list, tuple)), "prompts", prompts, "a prompt or a list of prompts")
-    is_token_ids = bool(prompts) and all(isinstance(item, Integral) for item in prompts)
+    require(is_sequence(prompts), "prompts", prompts, "a prompt or a list of prompts")
+    is_token_ids = len(prompts) > 0 and all(isinstance(item, Integral) for item in prompts)
     return [list(prompts)] if is_token_ids else list(prompts)
+
+
+def is_sequence(value: Any) -> bool:
+    """A list, a tuple, an array, a column of a data set; a string or a dict is one prompt."""
+    return hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(
+        value, (str, bytes, dict))
+
+
+def join_parts(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content is a string: parts of text are joined as vLLM joins them."""
+    if not isinstance(message.get("content"), (list, tuple)):
+        return message
+    texts = [part["text"] if isinstance(part, dict) and part.get("type") == "text" else part
+             for part in message["content"]]
+    require(all(isinstance(text, str) for text in texts), "content", message["content"],
+            "a string, or parts {'type': 'text', 'text': ...}")
+    return {**message, "content": "\n".join(texts)}

@@ -54,17 +54,17 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
         self.head_dim = config.head_dim
         self.window = window_of(config, layer)
-        bias = getattr(config, "attention_bias", False)
-        qkv_bias = bias or config.model_type == "qwen2"  # whose config does not name its biases
+        # Mistral has none, whatever its config says, and Qwen2 those of q, k and v.
+        bias = config.model_type in ("llama", "qwen3") and config.attention_bias
+        qkv_bias = bias or config.model_type == "qwen2"
         hidden, q_size = config.hidden_size, self.num_heads * self.head_dim
         kv_size = self.num_kv_heads * self.head_dim
         self.q_proj = nn.Linear(hidden, q_size, qkv_bias)
         self.k_proj = nn.Linear(hidden, kv_size, qkv_bias)
         self.v_proj = nn.Linear(hidden, kv_size, qkv_bias)
         self.o_proj = nn.Linear(q_size, hidden, bias)
-        self.q_norm: nn.Module = nn.Identity()
-        self.k_norm: nn.Module = nn.Identity()
-        if config.model_type == "qwen3":
+        self.has_qk_norm = config.model_type == "qwen3"
+        if self.has_qk_norm:
             self.q_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
             self.k_norm = nn.RMSNorm(self.head_dim, config.rms_norm_eps)
 
@@ -80,8 +80,12 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: Tensor,
                 metadata: AttentionMetadata) -> Tensor:
         qkv = self.qkv_proj(x).view(len(x), -1, self.head_dim)  # [num_tokens, all heads, head_dim]
-        q, k, v = qkv.split([self.num_heads, self.num_kv_heads, self.num_kv_heads], dim=1)
-        q, k = rotate(self.q_norm(q), *cos_sin), rotate(self.k_norm(k), *cos_sin)
+        sizes = [self.num_heads, self.num_kv_heads]
+        qk, v = qkv.split([sum(sizes), self.num_kv_heads], dim=1)
+        if self.has_qk_norm:
+            q, k = qk.split(sizes, dim=1)
+            qk = torch.cat([self.q_norm(q), self.k_norm(k)], dim=1)
+        q, k = rotate(qk, *cos_sin).split(sizes, dim=1)
         # All K and V of the step are written before anyone attends: a block that this very step
         # fills may therefore be shared within it.
         self.backend.store(k, v, cache, metadata)
@@ -150,11 +154,15 @@ class CausalLM(nn.Module):
 
         Raises ValueError naming the tensor that is missing, unexpected or of another shape.
         """
-        tensors = {name: tensor.to(self.device, self.dtype) for name, tensor in read_tensors(path)
-                   if not name.endswith("rotary_emb.inv_freq")}  # derived from the config
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in read_tensors(path):
+            if not name.endswith("rotary_emb.inv_freq"):  # derived from the config
+                prefix = "" if name.startswith(("model.", "lm_head.")) else "model."
+                tensors[prefix + name] = tensor.to(self.device, self.dtype)
         if self.config.tie_word_embeddings:
             # The embedding is the output layer, whatever else the file holds, as in vLLM.
-            tensors["lm_head.weight"] = tensors.get("model.embed_tokens.weight", torch.empty(0))
+            head = tensors.get("lm_head.weight", torch.empty(0))
+            tensors["lm_head.weight"] = tensors.setdefault("model.embed_tokens.weight", head)
         try:
             missing, unexpected = self.load_state_dict(tensors, strict=False, assign=True)
         except RuntimeError as error:  # a wrong shape

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from nanopage.attention import AttentionMetadata
-from nanopage.config import EngineConfig, choose_backend
-from nanopage.cpu import available_memory, keep_freed_memory, pack_linears
+from nanopage.config import EngineConfig, choose_backend, longest_sequence
+from nanopage.cpu import available_memory, pack_linears
 from nanopage.layers import CausalLM
 from nanopage.sampler import SampleRow, sample, to_device, top_logprobs
 from nanopage.sequence import Batch, Sample, Sequence
@@ -100,16 +100,15 @@ class ModelRunner:
     """Owns the device: the weights, the pool of blocks, and the tensors of a step."""
 
     def __init__(self, path: Path, hf_config: Any, config: EngineConfig) -> None:
-        self.config, self.hf_config = config, hf_config
+        self.path, self.config, self.hf_config = path, config, hf_config
         self.device, self.block_size = config.device, config.block_size
         self.backend = choose_backend(config.attention_backend, config.device, config.dtype,
                                       hf_config.head_dim, config.block_size)
-        max_position = config.max_model_len or hf_config.max_position_embeddings
+        max_position = config.max_model_len or longest_sequence(hf_config)
         self.model = CausalLM(hf_config, self.backend, max_position, config.device, config.dtype)
         self.model.load_weights(path)
         if config.device.type == "cpu":
             pack_linears(self.model)
-            keep_freed_memory()
         self.decode_graph: DecodeGraph | None = None
         self.num_blocks, self.max_model_len = self._size_cache(max_position)
         self.kv_cache = self._make_cache(self.num_blocks)
@@ -135,7 +134,9 @@ class ModelRunner:
         """Returns (num_blocks, max_model_len): what was asked for, or what memory allows."""
         config = self.config
         if config.num_blocks is not None:
-            return config.num_blocks, max_model_len
+            # The last token's K and V are never written, so one token more than slots will do.
+            most = config.max_model_len or config.num_blocks * self.block_size + 1
+            return config.num_blocks, min(max_model_len, most)
         # 2 (K and V) x layers x KV heads x head dim x bytes per element, for a block's tokens
         block_bytes = self._make_cache(0).nbytes
         budget = config.kv_cache_memory_bytes

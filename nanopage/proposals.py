@@ -139,5 +139,5 @@ class BeamRequest(Request):
         for seq in results:
             is_end = seq.token_ids[-1] in self.stop_token_ids
             seq.finish_reason = "stop" if is_end else "length"
-            seq.detokenizer.finish(seq.output_token_ids)
+            seq.detokenizer.finish(seq.output_token_ids[:-1 if is_end else None])
         return results

@@ -18,7 +18,6 @@ import torch
 import xxhash
 from torch import Tensor
 
-from nanopage.proposals import BeamRequest
 from nanopage.sequence import Logprob, Sequence
 
 
@@ -72,7 +71,8 @@ def pick(logits: Tensor, uniform: Tensor) -> Tensor:
     total = cdf[:, -1:].contiguous()
     # Strictly below the total: rounding must never pick a token of probability 0.
     target = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
-    return torch.searchsorted(cdf, target, right=True)[:, 0]
+    # Where logits are NaN nothing is found: any token will do, but within the vocabulary.
+    return torch.searchsorted(cdf, target, right=True).clamp_(max=logits.shape[-1] - 1)[:, 0]
 
 
 def sample(logits: Tensor, rows: list[SampleRow]) -> Tensor:
@@ -125,12 +125,7 @@ def top_logprobs(logits: Tensor, token_ids: list[int],
     for i, own, rank, values, others in zip(
             wanted, sampled[:, 0].tolist(), ranks.tolist(), top.values.tolist(),
             top.indices.tolist()):
-        entry = {other: Logprob(value, place + 1)
-                 for place, (other, value) in enumerate(zip(others[:wanted[i]], values))}
-        entry.setdefault(token_ids[i], Logprob(own, rank))
-        request = rows[i].seq.request
-        if request.tokenizer is not None and not isinstance(request, BeamRequest):
-            for other, logprob in entry.items():
-                logprob.decoded_token = request.tokenizer.decode([other])
-        result[i] = entry
+        result[i] = {token_ids[i]: Logprob(own, rank)}  # the sampled one first
+        for place, (other, value) in enumerate(zip(others[:wanted[i]], values)):
+            result[i].setdefault(other, Logprob(value, place + 1))
     return result

@@ -86,7 +86,7 @@ class Scheduler:
 
     def _schedule_running(self, batch: Batch) -> None:
         """Serve the running in order; who finds no block takes those of the last in order."""
-        manager = self.block_manager
+        manager, free = self.block_manager, self.block_manager.free_queue
         served: list[Sequence] = []
         unserved = deque(self.running)
         while unserved:
@@ -99,7 +99,7 @@ class Scheduler:
                 num_left = self.max_num_batched_tokens - batch.num_tokens - len(unserved)
                 num_new = min(num_new, num_left)
             end = seq.num_computed_tokens + num_new
-            while (num_needed := manager.num_blocks_needed(seq, end)) > manager.num_free_blocks:
+            while (num_needed := manager.num_blocks_needed(seq, end)) > len(free):
                 victim = unserved.pop() if unserved else seq
                 self._preempt(victim, batch)
                 if victim is seq:

@@ -98,6 +98,9 @@ class SamplingParams(Checked):
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
+        # vLLM's other spellings.
+        self.seed = None if self.seed == -1 else self.seed
+        self.logprobs = 1 if self.logprobs is True else self.logprobs
         super().__post_init__()
         require(self.top_p > 0, "top_p", self.top_p, "greater than 0 and at most 1")
         check_number("min_tokens", self.min_tokens, 0, self.max_tokens or math.inf)
@@ -203,11 +206,14 @@ class Sequence:
 
     def append(self, token_id: int, logprobs: dict[int, Logprob]) -> None:
         """Take one sampled token, and set finish_reason if it is the last."""
-        self.token_ids.append(token_id)
         request = self.request
         if self.logprobs is not None and self.cumulative_logprob is not None:
             self.logprobs.append(logprobs)
             self.cumulative_logprob += logprobs[token_id].logprob
+            self.detokenizer.read(self.output_token_ids)
+            for other, logprob in logprobs.items():
+                logprob.decoded_token = self.detokenizer.peek(other)
+        self.token_ids.append(token_id)
         num_generated = len(self.token_ids) - self.num_prompt_tokens
         may_stop = num_generated >= request.params.min_tokens
         if may_stop and token_id in request.stop_token_ids:
@@ -220,12 +226,12 @@ class Sequence:
             self._read_text(may_stop)
 
     def _read_text(self, may_stop: bool) -> None:
-        num_searched = len(self.detokenizer.text)
+        num_searched, params = len(self.detokenizer.text), self.request.params
         if self.finish_reason is None:
             self.detokenizer.read(self.output_token_ids)
-        else:
-            self.detokenizer.finish(self.output_token_ids)
-        params = self.request.params
+        else:  # the token that ended it has no part in the text, as in vLLM
+            is_cut = self.finish_reason == "stop" and not params.include_stop_str_in_output
+            self.detokenizer.finish(self.output_token_ids[:-1 if is_cut else None])
         stop = self.detokenizer.cut(params.stop if may_stop else [], num_searched,
                                     params.include_stop_str_in_output)
         if stop is not None:
@@ -240,7 +246,8 @@ class Sequence:
         num_held_back = 0
         if self.finish_reason is None:
             self.detokenizer.read(self.output_token_ids)
-            num_held_back = max(map(len, self.request.params.stop), default=1) - 1
+            if not self.request.params.include_stop_str_in_output:
+                num_held_back = max(map(len, self.request.params.stop), default=1) - 1
         num_chars = max(0, len(self.detokenizer.text) - num_held_back)
         return self.num_generated_tokens, num_chars, self.finish_reason
 

@@ -35,17 +35,25 @@ class Detokenizer:
         return self.tokenizer.backend_tokenizer.decode(
             token_ids, skip_special_tokens=self.skip_special_tokens)
 
-    def _decode_pending(self) -> str:
-        before, whole = self.decode(self.context), self.decode(self.context + self.pending)
+    def _decode_pending(self, pending: list[int]) -> tuple[str, int]:
+        """The text behind the context, and how many of its last characters are still open."""
+        before, whole = self.decode(self.context), self.decode(self.context + pending)
         # While a character is open, some tokenizers read all bytes in front of it as invalid.
-        return whole[len(before):] if whole.startswith(before) else self.decode(self.pending)
+        piece = whole[len(before):] if whole.startswith(before) else self.decode(pending)
+        return piece, min(3, len(piece) - len(piece.rstrip("\ufffd")))
+
+    def peek(self, token_id: int) -> str:
+        """What this token would add to the text; the name of one that text leaves out."""
+        piece, num_open = self._decode_pending(self.pending + [token_id])
+        is_named = self.tokenizer is not None and not self.decode([token_id])
+        return (self.tokenizer.decode([token_id]) if is_named
+                else piece[self.num_taken:len(piece) - num_open])
 
     def read(self, token_ids: list[int]) -> None:
         """Take what is new in `token_ids`, all tokens of the completion so far."""
         for token_id in token_ids[self.num_read:]:
             self.pending.append(token_id)
-            piece = self._decode_pending()
-            num_open = min(3, len(piece) - len(piece.rstrip("\ufffd")))
+            piece, num_open = self._decode_pending(self.pending)
             self.text += piece[self.num_taken:len(piece) - num_open]
             self.num_taken = max(self.num_taken, len(piece) - num_open)
             if not num_open and (piece or self.context):
@@ -65,7 +73,7 @@ class Detokenizer:
             self.text = whole
         else:  # an invalid byte has changed how those before it read, but they have been shown
             self.read(token_ids)
-            self.text += self._decode_pending()[self.num_taken:]
+            self.text += self._decode_pending(self.pending)[0][self.num_taken:]
 
     def cut(self, stops: list[str], num_searched: int, include_stop: bool) -> str | None:
         """Cut the text at the first of `stops` that ends behind `num_searched` characters."""

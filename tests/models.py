@@ -65,7 +65,7 @@ def make_table_model(path, table, vocab_size=259, tokenizer=None, eos_token_id=2
         for name, parameter in model.named_parameters():
             parameter.fill_(1.0 if "norm" in name else 0.0)
         model.model.embed_tokens.weight.copy_(torch.eye(vocab_size, 264))
-        model.lm_head.weight[:, :vocab_size] = table.T / 264 ** 0.5
+        model.lm_head.weight[:, :vocab_size] = table.T[:, :264] / 264 ** 0.5
     model.save_pretrained(path)
     if tokenizer is not None:
         tokenizer.save_pretrained(path)
@@ -90,7 +90,8 @@ def byte_tokenizer():
 
 def byte_fallback_tokenizer():
     """Llama 2's and Mistral's kind: words with a leading mark, bytes for what has no word."""
-    words = ["▁", "▁a", "▁the", "b", "c", "▁▁", "é", "漢", "llo", "▁he"]
+    words = ["▁", "▁a", "▁the", "b", "c", "▁▁", "é", "漢", "llo", "▁he",
+             "▁true", "true"]
     names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     tokenizer = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=[],
                                      byte_fallback=True, unk_token="<unk>"))

@@ -61,8 +61,8 @@ def test_line_budgets():
     lines = {path.name: count(path)[0] for path in PACKAGE.glob("*.py")}
     textbook = sum(lines[name] for name in TEXTBOOK)
     assert textbook <= 1130
-    assert textbook + sum(lines[name] for name in COMPANIONS) <= 1300
-    assert sum(lines.values()) - lines["demo.py"] <= 1730
+    assert textbook + sum(lines[name] for name in COMPANIONS) <= 1320
+    assert sum(lines.values()) - lines["demo.py"] <= 1840
     assert count(ROOT / "bench.py")[0] <= 400
 
 
@@ -82,8 +82,8 @@ def test_no_function_is_long():
 def test_import_order_is_reading_order():
     """And so there is no circle, not even for types; leaves are read, if at all, where they lie."""
     read = []
-    for name in ["text.py", "sequence.py", "block_manager.py", "metrics.py", "proposals.py", "scheduler.py",
-                 "attention.py", "cpu.py", "config.py", "layers.py", "sampler.py",
+    for name in ["text.py", "sequence.py", "block_manager.py", "metrics.py", "proposals.py",
+                 "scheduler.py", "attention.py", "cpu.py", "config.py", "layers.py", "sampler.py",
                  "model_runner.py", "engine.py"]:
         assert imported(name) <= set(read), name
         read.append(name)

@@ -50,6 +50,45 @@ def test_tied_output_layer(tmp_path):
         make_engine(untied)
 
 
+def test_other_spellings_of_a_checkpoint(tmp_path):
+    """Names without the prefix, a tied model that holds only lm_head, biases that do not count."""
+    path = make_model(tmp_path / "model")
+    bare = shutil.copytree(path, tmp_path / "bare")
+    edit(bare, lambda t: [t.update({name.removeprefix("model."): t.pop(name)}) for name in list(t)])
+    check(str(bare), path)
+    tied = make_model(tmp_path / "tied", tie_word_embeddings=True)
+    head = shutil.copytree(tied, tmp_path / "head")
+    edit(head, lambda t: t.update({"lm_head.weight": t.pop("model.embed_tokens.weight")}))
+    check(str(head), tied)
+    for family in ("qwen2", "mistral"):
+        path = make_model(tmp_path / family, family)
+        check(edit_config(shutil.copytree(path, tmp_path / f"{family} biased"),
+                          attention_bias=True), path)
+
+
+@pytest.mark.parametrize("changes, longest", [
+    ({}, 512), (dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64), 256),
+    (dict(rope_type="yarn", factor=4.0), 2048), (dict(rope_type="linear", factor=2.0), 1024),
+    (dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+          original_max_position_embeddings=32), 512)])
+def test_the_longest_sequence_follows_from_rope_scaling(tmp_path, changes, longest):
+    """It was read from the positions alone, and so refused what yarn is there to allow."""
+    path = edit_config(make_model(tmp_path), rope_parameters=dict(
+        dict(rope_type="default", rope_theta=1e4), **changes))
+    assert make_engine(path, num_blocks=1024).max_model_len == longest
+    assert make_engine(path, num_blocks=1024, max_model_len=longest).max_model_len == longest
+    with pytest.raises(ValueError, match=f"max_model_len={longest + 1}.*{longest}.*model"):
+        make_engine(path, max_model_len=longest + 1)
+
+
+def test_end_tokens_are_numbers(tmp_path):
+    """A string ended as the set of its characters."""
+    path = Path(make_model(tmp_path))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": "0"}))
+    with pytest.raises(ValueError, match="eos_token_id='0'"):
+        make_engine(str(path))
+
+
 def test_missing_foreign_and_misshapen_tensors(tmp_path):
     path = make_model(tmp_path / "model", "qwen2")
     name = "model.layers.1.self_attn.k_proj.bias"

@@ -1,9 +1,13 @@
 """Temperatures, filters, seeds, logprobs: each request is as when alone."""
 
+import math
+from pathlib import Path
+
 import pytest
 import torch
-from models import make_engine, make_table_model
+from models import make_engine, make_model, make_table_model
 from oracles import check_idle, check_logprobs, generate, hf_greedy, prompts_of
+from safetensors.torch import load_file, save_file
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -12,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from nanopage import SamplingParams
+from nanopage import BeamSearchParams, SamplingParams
 from nanopage.sampler import filter_logits, pick
 
 PROMPT = prompts_of([9])[0]
@@ -83,6 +87,41 @@ def test_filters_equal_transformers():
                             torch.full((64, 1), top_p if top_p < 1 else float("inf")),
                             torch.full((64, 1), min_p))
         assert torch.equal(got.isinf(), expected.isinf()), (top_k, top_p, min_p)
+
+
+def test_equally_likely_tokens_are_kept_by_place():
+    """A threshold keeps all that are as likely as the last one: more than top_k, or top_p, says."""
+    logits = torch.zeros(1, 4)
+    off = dict(top_k=torch.tensor([[4]]), top_p=torch.tensor([[math.inf]]),
+               min_p=torch.tensor([[0.0]]))
+    for change, num_kept in ((dict(top_p=torch.tensor([[0.5]])), 2),
+                             (dict(top_p=torch.tensor([[0.51]])), 3),
+                             (dict(top_k=torch.tensor([[3]])), 3), ({}, 4)):
+        assert filter_logits(logits, **{**off, **change}).isfinite().sum() == num_kept
+
+
+@pytest.mark.parametrize("options", [dict(), dict(speculative_config=dict(
+    method="ngram", num_speculative_tokens=3, prompt_lookup_min=1, prompt_lookup_max=2))])
+def test_nan_logits_harm_nobody_else(tmp_path, options):
+    """One request with NaN logits took the whole call down with an IndexError."""
+    path = make_model(tmp_path)
+    file = Path(path) / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"][5] = math.inf
+    save_file(tensors, file, metadata={"format": "pt"})
+    llm = make_engine(path, **options)
+    for change in (dict(temperature=1.0), dict(temperature=0), dict(top_p=0.5, logprobs=3),
+                   dict(top_k=3, n=3)):
+        params = SamplingParams(seed=3, max_tokens=8, **change)
+        alone = llm.generate([[1, 2, 3]], params, use_tqdm=False)[0].outputs
+        broken, other = llm.generate([[5, 1, 5, 1], [1, 2, 3]], params, use_tqdm=False)
+        assert [c.token_ids for c in other.outputs] == [c.token_ids for c in alone]
+        for completion in broken.outputs:
+            assert all(0 <= token_id < 128 for token_id in completion.token_ids)
+    beams = llm.beam_search([[5, 1], [1, 2, 3]], BeamSearchParams(beam_width=2, max_tokens=4))
+    assert [c.token_ids for c in beams[1].outputs] == [c.token_ids for c in llm.beam_search(
+        [[1, 2, 3]], BeamSearchParams(beam_width=2, max_tokens=4))[0].outputs]
+    check_idle(llm)
 
 
 def test_pick_never_takes_an_impossible_token():

@@ -48,11 +48,16 @@ def test_stop_string_over_several_tokens(llm, script):
     assert (length.text, length.finish_reason) == ("hello world", "length")
 
 
-def test_stop_by_id_keeps_the_text(llm, script):
+def test_the_stop_token_has_no_part_in_the_text(llm, script):
+    """As in vLLM: the text of the token by which a completion ends is left out."""
     script("hello world")
     completion = complete(llm, stop_token_ids=[ord("o")])
     assert (completion.text, completion.finish_reason, completion.stop_reason) == (
-        "hello", "stop", ord("o"))
+        "hell", "stop", ord("o"))
+    assert bytes(completion.token_ids).decode() == "hello"
+    assert complete(llm, stop_token_ids=[ord("o")], include_stop_str_in_output=True).text == "hello"
+    pieces = llm.stream("p", SamplingParams(temperature=0, stop_token_ids=[ord("o")]))
+    assert "".join(piece.text for piece in pieces) == "hell"
 
 
 def test_stop_in_the_last_held_back_characters(llm, script):
@@ -101,8 +106,10 @@ def test_end_tokens_are_a_union(tmp_path, script, ends, stops):
     assert completion.finish_reason == ("stop" if stops else "length")
     assert completion.stop_reason is None
     assert len(complete(llm, max_tokens=12, ignore_eos=True).token_ids) == 12
-    with_special = complete(llm, max_tokens=5, skip_special_tokens=False)
-    assert with_special.text == "abcd<|end|>"
+    options = dict(max_tokens=5, skip_special_tokens=False)
+    is_left_out = complete(llm, **options).finish_reason == "stop"
+    assert complete(llm, **options).text == ("abcd" if is_left_out else "abcd<|end|>")
+    assert complete(llm, **options, include_stop_str_in_output=True).text == "abcd<|end|>"
 
 
 def test_tokenizer_end_token(tmp_path, script):
@@ -158,6 +165,69 @@ def test_decoded_logprobs(llm, script):
     completion = complete(llm, max_tokens=2, logprobs=1)
     assert [entry[t].decoded_token for t, entry in zip(completion.token_ids, completion.logprobs)
             ] == ["a", "b"]
+
+
+def test_decoded_tokens_join_to_the_text(llm, script):
+    """A token was decoded alone: pieces of a character then show as replacement characters."""
+    script(" é😀漢!x")
+    completion = complete(llm, max_tokens=12, logprobs=2)
+    entries = zip(completion.token_ids, completion.logprobs)
+    decoded = [entry[token_id].decoded_token for token_id, entry in entries]
+    assert "".join(decoded) == completion.text == " é😀漢!x"
+    assert [next(iter(entry)) for entry in completion.logprobs] == completion.token_ids
+
+
+def test_a_token_is_decoded_in_its_place():
+    """Decoded alone, a word loses its leading space, and two different tokens look alike."""
+    tokenizer = byte_fallback_tokenizer()
+    ids = tokenizer.convert_tokens_to_ids
+    detokenizer = Detokenizer(tokenizer, True)
+    detokenizer.read([ids("b")])
+    assert detokenizer.peek(ids("▁true")) == " true" and detokenizer.peek(ids("true")) == "true"
+    assert detokenizer.peek(ids("<0x0A>")) == "\n" and detokenizer.peek(ids("<0xE6>")) == ""
+    assert detokenizer.peek(ids("</s>")) == "</s>"
+    detokenizer.read([ids(name) for name in ("b", "<0xE6>", "<0xBC>")])
+    assert detokenizer.text == "b" and detokenizer.peek(ids("<0xA2>")) == "漢"
+
+
+def test_a_newline_that_is_a_byte_is_complete_at_once(tmp_path, script):
+    """It waited for the next token, to prove a character complete: stops came late or never."""
+    tokenizer = byte_fallback_tokenizer()
+    path = make_table_model(tmp_path, torch.eye(271), vocab_size=271, tokenizer=tokenizer)
+    llm = make_engine(path)
+    word, newline = tokenizer.convert_tokens_to_ids(["▁a", "<0x0A>"])
+    script([word] + [newline] * 30)
+    for stop, num_tokens in (("\n\n", 3), ("\n", 2)):
+        completion = complete(llm, prompt=[5, 6], stop=stop)
+        assert (len(completion.token_ids), completion.text) == (num_tokens, "a")
+    params = SamplingParams(temperature=0, max_tokens=5)
+    assert [piece.text for piece in llm.stream([5, 6], params)] == ["a"] + ["\n"] * 4
+    shown = SamplingParams(temperature=0, max_tokens=5, stop="\n\n\n\n\n\n",
+                           include_stop_str_in_output=True)  # then nothing is held back
+    assert [piece.text for piece in llm.stream([5, 6], shown)] == ["a"] + ["\n"] * 4
+
+
+@pytest.mark.parametrize("make, byte", [(byte_tokenizer, 0x80), (byte_fallback_tokenizer, 0x83)])
+def test_bytes_that_never_become_a_character(make, byte):
+    """They were held back for ever, and decoded again with each new one: quadratic."""
+    tokenizer = make()
+    detokenizer, num_decoded = Detokenizer(tokenizer, True), 0
+    decode = detokenizer.decode
+
+    def counted(ids):
+        nonlocal num_decoded
+        num_decoded += len(ids)
+        return decode(ids)
+
+    detokenizer.decode = counted
+    ids = []
+    for i in range(2000):
+        ids.append(byte)
+        detokenizer.read(ids)
+        assert i - 2 <= len(detokenizer.text) <= i + 1
+    assert num_decoded < 100 * len(ids)
+    detokenizer.finish(ids)
+    assert detokenizer.text == "\ufffd" * 2000
 
 
 def test_hostile_text(llm, script):

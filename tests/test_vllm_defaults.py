@@ -1,0 +1,180 @@
+"""What users' scripts bring: vLLM's spellings and defaults, and the mistakes of newcomers."""
+
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from models import byte_tokenizer, make_engine, make_model, make_table_model
+from oracles import check_idle, generate, hf_greedy, prompts_of
+from tqdm import tqdm
+
+from nanopage import SamplingParams
+from nanopage.cpu import available_memory
+
+TEMPLATE = ("{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
+            "{% if tools %}{{ tools | length }} tools{% endif %}"
+            "{% if enable_thinking is defined and not enable_thinking %}<no>{% endif %}"
+            "{% if add_generation_prompt %}a:{% endif %}")
+
+
+@pytest.fixture
+def chatty(tmp_path):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return make_engine(make_table_model(tmp_path, torch.eye(259), tokenizer=tokenizer))
+
+
+def prompt_of(llm, content, **options):
+    params = SamplingParams(temperature=0, max_tokens=1)
+    messages = [{"role": "user", "content": content}]
+    return llm.chat(messages, params, use_tqdm=False, **options)[0].prompt
+
+
+def test_chat_content_in_parts(chatty):
+    """Python's repr of the list of parts stood in the prompt."""
+    part = {"type": "text", "text": "hello"}
+    assert prompt_of(chatty, "hello") == prompt_of(chatty, [part]) == "u:hello;a:"
+    assert prompt_of(chatty, [part, "there", part]) == "u:hello\nthere\nhello;a:"
+    for bad in ([{"type": "image_url", "image_url": "x"}], [part, 5], [{"type": "text"}]):
+        with pytest.raises(ValueError, match="content"):
+            prompt_of(chatty, bad)
+
+
+def test_arguments_of_the_chat_template(chatty):
+    assert prompt_of(chatty, "x", chat_template_kwargs={"enable_thinking": False}) == "u:x;<no>a:"
+    assert prompt_of(chatty, "x", tools=[{"type": "function"}]) == "u:x;1 toolsa:"
+    assert prompt_of(chatty, "x", continue_final_message=True,
+                     add_generation_prompt=False) == "u:x"
+    with pytest.raises(ValueError, match="lora_request"):
+        prompt_of(chatty, "x", lora_request=object())
+    check_idle(chatty)
+
+
+def test_prompts_in_any_sized_sequence(r_model):
+    llm = make_engine(r_model)
+    prompts = prompts_of([5, 5])
+    expected = [hf_greedy(r_model, p, 4) for p in prompts]
+    for form in (np.array(prompts), tuple(map(tuple, prompts)), [np.array(p) for p in prompts]):
+        assert generate(llm, form, max_tokens=4) == expected
+    assert generate(llm, np.array(prompts[0]), max_tokens=4) == expected[:1]
+    check_idle(llm)
+
+
+def test_other_spellings_of_parameters(r_model):
+    params = SamplingParams(seed=-1, logprobs=True, stop="a", stop_token_ids=(3,))
+    assert (params.seed, params.logprobs, params.stop, params.stop_token_ids) == (
+        None, 1, ["a"], [3])
+    llm = make_engine(r_model, max_num_seqs=None, enable_prefix_caching=None, dtype="float")
+    assert (llm.config.max_num_seqs, llm.config.dtype) == (256, torch.float32)
+    assert llm.config.enable_prefix_caching is True
+    assert make_engine(r_model, dtype="half").config.dtype == torch.float16
+
+
+def test_default_sampling_params_are_the_models(tmp_path, caplog):
+    path = make_model(tmp_path)
+    file = Path(path) / "generation_config.json"
+    file.write_text(json.dumps(dict(temperature=0.25, top_k=7, top_p=0.5, max_new_tokens=3,
+                                    do_sample=True, repetition_penalty=1.2)))
+    caplog.set_level(logging.WARNING, logger="nanopage")
+    llm = make_engine(path)
+    params = llm.get_default_sampling_params()
+    assert (params.temperature, params.top_k, params.top_p, params.max_tokens) == (0.25, 7, 0.5, 3)
+    assert "repetition_penalty=1.2" in caplog.text
+    assert len(llm.generate([1, 2, 3], use_tqdm=False)[0].outputs[0].token_ids) == 3
+    plain = make_engine(path, generation_config="vllm")
+    assert plain.get_default_sampling_params() == SamplingParams()
+    with pytest.raises(ValueError, match="generation_config='x'"):
+        make_engine(path, generation_config="x")
+
+
+def test_max_tokens_none_is_what_the_pool_holds(r_model):
+    """With num_blocks alone, "as many as fit" was more than the whole pool could hold."""
+    llm = make_engine(r_model, num_blocks=4)
+    prompt = prompts_of([6])[0]
+    params = SamplingParams(temperature=0, max_tokens=None)
+    tokens = llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].token_ids
+    assert tokens == hf_greedy(r_model, prompt, 11)  # the last one needs no slot
+    check_idle(llm)
+
+
+def test_memory_is_what_the_container_allows(tmp_path):
+    def write(name, text):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+
+    write("proc/meminfo", "MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
+    assert available_memory(tmp_path) == 8000 * 1024
+    write("sys/fs/cgroup/memory.max", "max\n")
+    write("sys/fs/cgroup/memory.current", "1000\n")
+    write("sys/fs/cgroup/memory.stat", "anon 700\ninactive_file 300\n")
+    assert available_memory(tmp_path) == 8000 * 1024
+    write("sys/fs/cgroup/memory.max", "5000\n")
+    assert available_memory(tmp_path) == 4300
+    write("sys/fs/cgroup/memory/memory.limit_in_bytes", "2000\n")
+    write("sys/fs/cgroup/memory/memory.usage_in_bytes", "500\n")
+    write("sys/fs/cgroup/memory/memory.stat", "cache 5\n")
+    assert available_memory(tmp_path) == 1500
+
+
+def test_readmission_is_no_new_work(r_model):
+    """Prompts that share nothing had hits, once they came back from preemption."""
+    llm = make_engine(r_model, num_blocks=8)
+    generate(llm, prompts_of([8] * 8), max_tokens=12)
+    metrics = llm.metrics()
+    assert metrics.num_preemptions > 0
+    assert (metrics.prefix_hit_tokens, metrics.prefix_queried_tokens) == (0, 64)
+
+
+def test_reset_prefix_cache(r_model):
+    llm = make_engine(r_model)
+    prompt = prompts_of([9])[0]
+    generate(llm, [prompt], max_tokens=2)
+    assert llm.reset_prefix_cache() and llm.metrics().num_cached_blocks == 0
+    output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=2), use_tqdm=False)[0]
+    assert output.num_cached_tokens == 0
+    check_idle(llm, r_model)
+
+
+def test_repr_is_one_line(r_model):
+    text = repr(make_engine(r_model))
+    assert "\n" not in text
+    for part in ("cpu", "float32", "attention cpu", "256 blocks of 4", "512"):
+        assert part in text
+
+
+def test_the_bar_moves_with_every_step(r_model):
+    """For one prompt it stood still until the end."""
+    shown = []
+
+    class Bar(tqdm):
+        def update(self, n=1):
+            shown.append(self.postfix)
+            return super().update(n)
+
+    llm = make_engine(r_model)
+    params = SamplingParams(temperature=0, max_tokens=6)
+    llm.generate([[1, 2, 3]], params, use_tqdm=Bar)
+    assert len(shown) == 6 and all("output" in text for text in shown)
+
+
+def test_a_model_that_cannot_be_had_is_one_line(monkeypatch):
+    """It was 91 lines of somebody else's traceback."""
+    def refuse(*args, **kwargs):
+        raise OSError("no network\nand more")
+
+    monkeypatch.setattr("nanopage.config.snapshot_download", refuse)
+    with pytest.raises(ValueError, match="model='no/such'.*hub.*no network") as error:
+        make_engine("no/such")
+    assert "\n" not in str(error.value) and error.value.__cause__ is None
+
+
+def test_which_of_many_prompts_is_wrong(r_model):
+    llm = make_engine(r_model, max_model_len=16)
+    with pytest.raises(ValueError, match=r"prompts\[2\]: prompt has 20 tokens.*max_model_len=16"):
+        generate(llm, [[1], [2], [3] * 20, [4]])
+    with pytest.raises(ValueError, match="sampling_params={'temperature': 0}"):
+        llm.generate([[1]], {"temperature": 0}, use_tqdm=False)
+    check_idle(llm, r_model)
