@@ -90,7 +90,7 @@ class Attention(nn.Module):
         # fills may therefore be shared within it.
         self.backend.store(k, v, cache, metadata)
         out = self.backend.attend(q, cache, metadata, self.head_dim ** -0.5, self.window)
-        return self.o_proj(out.view(len(x), -1))
+        return self.o_proj(out.flatten(1))
 
 
 class MLP(nn.Module):

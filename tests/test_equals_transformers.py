@@ -216,7 +216,7 @@ def test_outgrowing_the_pool(r_model):
     prompts = prompts_of([6, 6])
     assert generate(llm, prompts, max_tokens=8) == [hf_greedy(r_model, p, 8) for p in prompts]
     check_idle(llm, r_model)
-    llm = make_engine(r_model, num_blocks=2)
+    llm = make_engine(r_model, num_blocks=2, max_model_len=64)
     prompt = prompts_of([7])[0]
     with pytest.raises(ValueError, match="num_blocks=2"):
         generate(llm, [prompt], max_tokens=6)
