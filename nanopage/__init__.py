@@ -7,5 +7,6 @@ from nanopage.engine import LLM
 from nanopage.proposals import BeamSearchParams
 from nanopage.sequence import CompletionOutput, Logprob, RequestOutput, SamplingParams
 
+__version__ = "0.1.0"
 __all__ = ["LLM", "SamplingParams", "BeamSearchParams", "RequestOutput", "CompletionOutput",
            "Logprob"]

@@ -38,7 +38,7 @@ class EngineConfig(Checked):
     """The keyword arguments of `LLM`; None and "auto" are chosen at start-up.
 
     device: "cuda", "cpu" or "auto". dtype: torch's or its name, float32, bfloat16 or float16;
-    "auto" is the checkpoint's on a GPU, and on a CPU bfloat16 where the processor multiplies it.
+    "auto" is bfloat16, on a GPU float16 for such a checkpoint, on a CPU without bfloat16 float32.
     block_size: tokens per block of the KV cache; by default 32, on a GPU 256.
     num_blocks fixes the size of the pool (the scratch block is not counted), or else
     kv_cache_memory_bytes does; by default what memory allows, on a GPU gpu_memory_utilization
@@ -117,7 +117,7 @@ def choose_device(device: Any) -> torch.device:
 
 def choose_dtype(dtype: Any, hf_config: Any, device: torch.device) -> torch.dtype:
     if dtype == "auto" and device.type == "cuda":
-        return hf_config.dtype or torch.bfloat16
+        return torch.float16 if hf_config.dtype is torch.float16 else torch.bfloat16
     if dtype == "auto":
         # Private names: where a torch lacks one, `bool` answers False in its place.
         probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")

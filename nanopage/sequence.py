@@ -152,6 +152,8 @@ class RequestOutput:
     outputs: list[CompletionOutput]
     finished: bool
     num_cached_tokens: int = 0
+    prompt_logprobs: None = None  # scripts that were written for vLLM read these two
+    metrics: None = None
 
 
 # ---- one completion --------------------------------------------------------------------------

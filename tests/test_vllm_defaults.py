@@ -2,6 +2,7 @@
 
 import json
 import logging
+import types
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,9 @@ from models import byte_tokenizer, make_engine, make_model, make_table_model
 from oracles import check_idle, generate, hf_greedy, prompts_of
 from tqdm import tqdm
 
+import nanopage
 from nanopage import SamplingParams
+from nanopage.config import choose_dtype
 from nanopage.cpu import available_memory
 
 TEMPLATE = ("{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
@@ -169,6 +172,21 @@ def test_a_model_that_cannot_be_had_is_one_line(monkeypatch):
     with pytest.raises(ValueError, match="model='no/such'.*hub.*no network") as error:
         make_engine("no/such")
     assert "\n" not in str(error.value) and error.value.__cause__ is None
+
+
+def test_what_scripts_read(r_model):
+    output = make_engine(r_model).generate([1, 2], SamplingParams(max_tokens=1), use_tqdm=False)[0]
+    assert output.prompt_logprobs is None and output.metrics is None
+    project = (Path(__file__).parent.parent / "pyproject.toml").read_text()
+    assert f'version = "{nanopage.__version__}"' in project
+
+
+@pytest.mark.parametrize("stored, computed", [
+    (None, torch.bfloat16), (torch.float32, torch.bfloat16), (torch.float16, torch.float16)])
+def test_dtype_on_a_gpu(stored, computed):
+    """As in vLLM: a float32 checkpoint is computed in bfloat16."""
+    config = types.SimpleNamespace(dtype=stored)
+    assert choose_dtype("auto", config, torch.device("cuda")) is computed
 
 
 def test_which_of_many_prompts_is_wrong(r_model):
