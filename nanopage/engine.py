@@ -92,12 +92,12 @@ class LLM:
     # ---- the loop ----------------------------------------------------------------------------
 
     @locked
-    def _step(self) -> list[Request]:
-        """One step of the engine, for all calls at once. Returns the requests that got tokens."""
+    def _step(self) -> None:
+        """One step of the engine, for all calls at once."""
         try:
             batch = self.scheduler.schedule()
             if not batch.sequences:
-                return []
+                return
             samples = self.model_runner.execute(batch)
             touched = self.scheduler.update(batch, samples)
         except BaseException:
@@ -110,7 +110,6 @@ class LLM:
         for request in touched:
             if request.request_id in self.requests:
                 self.news[request.request_id] = request
-        return touched
 
     def _make_scheduler(self) -> Scheduler:
         manager = BlockManager(self.model_runner.num_blocks, self.config.block_size,
@@ -118,14 +117,15 @@ class LLM:
         return Scheduler(manager, self.config.max_num_seqs, self.config.max_num_batched_tokens,
                          self.drafter, self.total)
 
-    def _run(self, requests: list[Request]) -> Generator[list[Request], None, None]:
-        """Step until these have ended; yields who got tokens. To close it early aborts them."""
+    def _run(self, requests: list[Request]) -> Generator[None, None, None]:
+        """Step until these have ended, with a pause after each. To close it early aborts them."""
         try:
             with self.lock:
                 for request in requests:
                     self.scheduler.add(request)
             while any(not request.finished for request in requests):
-                yield self._step()
+                self._step()
+                yield
         finally:
             with self.lock:
                 for request in requests:
@@ -177,10 +177,11 @@ class LLM:
             is_list = isinstance(conversation, (list, tuple)) and len(conversation) > 0
             require(is_list and all(isinstance(message, dict) for message in conversation),
                     "messages", conversation, "a list of dicts with role and content")
+            conversation = [join_parts(message) for message in conversation]
             try:
                 text = self.tokenizer.apply_chat_template(
-                    [join_parts(message) for message in conversation], tokenize=False,
-                    chat_template=chat_template, add_generation_prompt=add_generation_prompt,
+                    conversation, tokenize=False, chat_template=chat_template,
+                    add_generation_prompt=add_generation_prompt,
                     continue_final_message=continue_final_message, tools=tools,
                     **(chat_template_kwargs or {}))
             except Exception as error:  # whatever a template in Jinja may raise
@@ -393,8 +394,9 @@ def join_parts(message: dict[str, Any]) -> dict[str, Any]:
     """A message whose content is a string: parts of text are joined as vLLM joins them."""
     if not isinstance(message.get("content"), (list, tuple)):
         return message
-    texts = [part["text"] if isinstance(part, dict) and part.get("type") == "text" else part
-             for part in message["content"]]
+    texts: list[Any] = [
+        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else part
+        for part in message["content"]]
     require(all(isinstance(text, str) for text in texts), "content", message["content"],
             "a string, or parts {'type': 'text', 'text': ...}")
     return {**message, "content": "\n".join(texts)}
