@@ -9,9 +9,8 @@ derived values are properties.
 Next: model_runner.py, which brings a step to the device.
 """
 
-from __future__ import annotations
-
 import logging
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,10 @@ import torch
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+from nanopage.arguments import CarriedEngineArguments, between, check_number, require
 from nanopage.attention import Backend, FlashAttention, ReferenceAttention, VarlenAttention
 from nanopage.cpu import CpuAttention
 from nanopage.proposals import PromptLookup
-from nanopage.sequence import Checked, between, check_number, require
 
 logger = logging.getLogger("nanopage")
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -34,15 +33,15 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model",
 
 
 @dataclass(frozen=True)
-class EngineConfig(Checked):
+class EngineConfig(CarriedEngineArguments):
     """The keyword arguments of `LLM`; None and "auto" are chosen at start-up.
 
     device: "cuda", "cpu" or "auto". dtype: torch's or its name, float32, bfloat16 or float16;
     "auto" is bfloat16, on a GPU float16 for such a checkpoint, on a CPU without bfloat16 float32.
     block_size: tokens per block of the KV cache; by default 32, on a GPU 256.
-    num_blocks fixes the size of the pool (the scratch block is not counted), or else
-    kv_cache_memory_bytes does; by default what memory allows, on a GPU gpu_memory_utilization
-    of the device less what weights and activations take.
+    num_blocks or num_gpu_blocks_override fixes the size of the pool (the scratch block is not
+    counted), or else kv_cache_memory_bytes does; by default what memory allows, on a GPU
+    gpu_memory_utilization of the device less what weights and activations take.
     max_model_len: longest prompt + completion in tokens; by default what model and pool allow.
     max_num_batched_tokens: the token budget of a step; by default 512, on a GPU 8192.
     max_num_seqs: how many sequences may run at once; no more than the budget, for each gets one.
@@ -70,9 +69,11 @@ class EngineConfig(Checked):
     speculative_config: dict[str, Any] | None = None
     generation_config: str = "auto"
     seed: int = between(-2**63, 2**63 - 1, default=0)
+    num_gpu_blocks_override: int | None = between(1, default=None)
 
     def __post_init__(self) -> None:
-        for name, default in (("max_num_seqs", 256), ("enable_prefix_caching", True)):
+        for name, default in (("max_num_seqs", 256), ("enable_prefix_caching", True),
+                              ("num_blocks", self.num_gpu_blocks_override)):
             if getattr(self, name) is None:  # as in vLLM; the dataclass is frozen for others
                 object.__setattr__(self, name, default)
         super().__post_init__()
@@ -81,7 +82,7 @@ class EngineConfig(Checked):
         is_name = isinstance(self.tokenizer, str | Path | None) and self.tokenizer != ""
         require(is_name, "tokenizer", self.tokenizer, "a directory, a name or None")
 
-    def resolve(self, hf_config: Any) -> EngineConfig:
+    def resolve(self, hf_config: Any) -> "EngineConfig":
         """The same settings with device, dtype and sizes chosen for this machine and model."""
         if self.max_model_len is not None:
             most = longest_sequence(hf_config)
@@ -95,7 +96,6 @@ class EngineConfig(Checked):
             block_size=self.block_size or (256 if on_gpu else 32), max_num_batched_tokens=budget,
             max_num_seqs=min(self.max_num_seqs, budget))
 
-
     @property
     def drafter(self) -> PromptLookup | None:
         settings = self.speculative_config
@@ -106,13 +106,11 @@ class EngineConfig(Checked):
 
 
 def choose_device(device: Any) -> torch.device:
-    names = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
-    try:
-        chosen = torch.device(names[-1] if device == "auto" else device)
-    except (RuntimeError, TypeError, ValueError):
-        chosen = torch.device("meta")
-    require(chosen.type in names, "device", device, f"'auto' or, here, one of {names}")
-    return chosen
+    names = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
+    chosen = names[0] if device == "auto" else str(device)
+    is_known = re.fullmatch(rf"({'|'.join(names)})(:\d+)?", chosen) is not None
+    require(is_known, "device", device, f"'auto' or, here, one of {names}")
+    return torch.device(chosen)
 
 
 def choose_dtype(dtype: Any, hf_config: Any, device: torch.device) -> torch.dtype:
@@ -120,8 +118,8 @@ def choose_dtype(dtype: Any, hf_config: Any, device: torch.device) -> torch.dtyp
         return torch.float16 if hf_config.dtype is torch.float16 else torch.bfloat16
     if dtype == "auto":
         # Private names: where a torch lacks one, `bool` answers False in its place.
-        probes = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")
-        has_bfloat16 = any(getattr(torch.cpu, name, bool)() for name in probes)
+        has_bfloat16 = any(getattr(torch.cpu, name, bool)() for name in (
+            "_is_avx512_bf16_supported", "_is_amx_tile_supported"))
         return torch.bfloat16 if has_bfloat16 else torch.float32
     chosen: Any = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     is_known = chosen in (torch.float32, torch.bfloat16, torch.float16)
@@ -174,45 +172,41 @@ def has_kernels(device: torch.device) -> bool:
 # ---- the model's directory -------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class Checkpoint:
-    """A model's directory, and what it says beside its weights."""
+    """A model's directory, and what it says beside its weights.
 
-    path: Path
-    hf_config: Any
-    tokenizer: Any  # None if there is none: such a model takes token ids only
-    end_token_ids: frozenset[int]
-    sampling_defaults: dict[str, Any]  # of SamplingParams, from generation_config.json
+    model: a directory, or a name on the hub, whose files then come to the local cache.
+    Without tokenizer files `tokenizer` is None: such a model takes token ids only.
+    """
 
-
-def open_checkpoint(model: Any, tokenizer: str | Path | None,
-                    generation_config: str) -> Checkpoint:
-    """model: a directory, or a name on the hub, whose files then come to the local cache."""
-    path = find_directory(model)
-    hf_config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    check_supported(hf_config)
-    if getattr(hf_config, "head_dim", None) is None:
-        hf_config.head_dim = hf_config.hidden_size // hf_config.num_attention_heads
-    loaded = None
-    if tokenizer is not None or any((path / name).is_file() for name in TOKENIZER_FILES):
-        loaded = AutoTokenizer.from_pretrained(tokenizer or path, trust_remote_code=False)
-        require(loaded.is_fast, "tokenizer", str(tokenizer or path), "one with a tokenizer.json")
-    # The stop set is the union of what the three files call the end.
-    file = path / "generation_config.json"
-    generation = GenerationConfig.from_pretrained(path) if file.is_file() else GenerationConfig()
-    ends: set[int] = set()
-    for named in (getattr(loaded, "eos_token_id", None), hf_config.eos_token_id,
-                  generation.eos_token_id):
-        for token_id in named if isinstance(named, list) else [named]:
-            if token_id is not None:
-                check_number("eos_token_id", token_id, 0)
-                ends.add(token_id)
-    given = generation.to_diff_dict() if generation_config == "auto" else {}
-    for name in given:
-        if name.endswith("penalty"):
-            logger.warning("%s=%r in %s is not supported", name, given[name], file)
-    defaults = {ours: given[name] for name, ours in SAMPLING_NAMES.items() if name in given}
-    return Checkpoint(path, hf_config, loaded, frozenset(ends), defaults)
+    def __init__(self, model: Any, tokenizer: str | Path | None, generation_config: str) -> None:
+        self.path = path = find_directory(model)
+        self.hf_config: Any = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        check_supported(self.hf_config)
+        if getattr(self.hf_config, "head_dim", None) is None:
+            self.hf_config.head_dim = (
+                self.hf_config.hidden_size // self.hf_config.num_attention_heads)
+        self.tokenizer: Any = None
+        if tokenizer is not None or any((path / name).is_file() for name in TOKENIZER_FILES):
+            source = str(tokenizer or path)
+            self.tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+            require(self.tokenizer.is_fast, "tokenizer", source, "one with a tokenizer.json")
+        has_file = (path / "generation_config.json").is_file()
+        generation = GenerationConfig.from_pretrained(path) if has_file else GenerationConfig()
+        # The stop set is the union of what the three files call the end.
+        ends: list[Any] = []
+        for file in (self.tokenizer, self.hf_config, generation):
+            named = getattr(file, "eos_token_id", None)
+            ends += named if isinstance(named, list) else [named]
+        self.end_token_ids = frozenset(token_id for token_id in ends if token_id is not None)
+        for token_id in self.end_token_ids:
+            check_number("eos_token_id", token_id, 0)
+        given = generation.to_diff_dict() if generation_config == "auto" else {}
+        for name in given:
+            if name.endswith("penalty"):
+                logger.warning("%s: %s=%r is not supported", path, name, given[name])
+        self.sampling_defaults = {  # of SamplingParams
+            ours: given[name] for name, ours in SAMPLING_NAMES.items() if name in given}
 
 
 def longest_sequence(config: Any) -> int:
@@ -232,14 +226,14 @@ def find_directory(model: Any) -> Path:
         return path
     is_hub_name = not (path.exists() or name.startswith((".", "/", "~")) or name.count("/") > 1)
     require(is_hub_name, "model", name, "a directory that exists")
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns,
-                                      ignore_patterns=["original/*", "consolidated*"]))
+        return Path(snapshot_download(
+            name, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"],
+            ignore_patterns=["original/*", "consolidated*"]))
     except Exception as error:  # of the hub's library, whose tracebacks fill screens
-        reason = f"{type(error).__name__}: {str(error).splitlines()[0]}" if str(error) else error
-        raise ValueError(f"model={name!r}: not a directory, and not to be had from the model hub "
-                         f"({reason})") from None
+        reason = " ".join([type(error).__name__, *str(error).splitlines()[:1]])
+    raise ValueError(
+        f"model={name!r}: not a directory, and not to be had from the model hub ({reason})")
 
 
 def check_supported(config: Any) -> None:
@@ -247,18 +241,15 @@ def check_supported(config: Any) -> None:
     rope = config.rope_parameters or {}
     window = getattr(config, "sliding_window", None)
     layer_types = {"full_attention", "sliding_attention"} if window else {"full_attention"}
-    supported = {
-        "architectures": bool(set(config.architectures or ()) & set(ARCHITECTURES)),
-        "quantization_config": not getattr(config, "quantization_config", None),
-        "hidden_act": config.hidden_act == "silu",
-        "rope_type": rope.get("rope_type") in ROPE_TYPES,
-        "partial_rotary_factor": rope.get("partial_rotary_factor", 1.0) == 1.0,
-        "sliding_window": not (window and config.model_type == "llama"),
-        "layer_types": set(getattr(config, "layer_types", None) or ()) <= layer_types}
-    for name, is_supported in supported.items():
-        if not is_supported:
-            raise ValueError(
-                f"{name}={getattr(config, name, rope.get(name))!r} in the model's config: this "
-                f"engine computes {', '.join(ARCHITECTURES)}, not quantized, with hidden_act "
-                f"'silu', rope_type {', '.join(ROPE_TYPES)} on whole heads, layer_types "
-                "full_attention and (with a sliding_window, not in Llama) sliding_attention")
+    for name, is_supported, allowed in (
+            ("architectures", set(config.architectures or ()) & set(ARCHITECTURES),
+             f"one of {ARCHITECTURES}"),
+            ("quantization_config", not getattr(config, "quantization_config", None), "absent"),
+            ("hidden_act", config.hidden_act == "silu", "'silu'"),
+            ("rope_type", rope.get("rope_type") in ROPE_TYPES, f"one of {ROPE_TYPES}"),
+            ("partial_rotary_factor", rope.get("partial_rotary_factor", 1) == 1, "1"),
+            ("sliding_window", not (window and config.model_type == "llama"), "absent in Llama"),
+            ("layer_types", set(getattr(config, "layer_types", None) or ()) <= layer_types,
+             f"among {layer_types}")):
+        require(bool(is_supported), f"in the model's config: {name}",
+                getattr(config, name, rope.get(name)), allowed)

@@ -10,7 +10,9 @@ result.
 Next: config.py, which chooses this on a CPU.
 """
 
+import math
 import os
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -188,21 +190,18 @@ def pack_linears(module: nn.Module) -> None:
 
 def available_memory(root: Path = Path("/")) -> int:
     """Bytes of main memory that a process may take: what is free, and the container allows."""
-    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2]
-    try:
-        lines = (root / "proc/meminfo").read_text().splitlines()
-        fields = dict(line.split(":") for line in lines)
-        limits = [int(fields["MemAvailable"].split()[0]) * 1024]
-    except (OSError, KeyError):  # not Linux
-        pass
-    for folder, limit, usage in (  # cgroup v2 and v1
-            ("sys/fs/cgroup", "memory.max", "memory.current"),
-            ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes")):
-        try:
-            allowed, used = (int((root / folder / name).read_text()) for name in (limit, usage))
-            stat = dict(x.split() for x in (root / folder / "memory.stat").read_text().splitlines())
-            # Pages of files that were read, such as weights, are given up when memory is wanted.
-            limits.append(allowed - used + int(stat.get("inactive_file", 0)))
-        except (OSError, ValueError):  # no such group, or no limit ("max")
-            pass
-    return max(0, min(limits))
+    def read(file: str, name: str = "", default: float = math.inf) -> float:
+        """The number behind a name in a file of the kernel's."""
+        path = root / file
+        found = re.search(rf"^{name}\D*(\d+)", path.read_text() if path.is_file() else "", re.M)
+        return int(found[1]) if found else default
+
+    half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # where Linux is not
+    free = read("proc/meminfo", "MemAvailable:", half / 1024) * 1024
+    for group, limit, usage in (  # cgroup v2 and v1
+            ("sys/fs/cgroup/", "memory.max", "memory.current"),
+            ("sys/fs/cgroup/memory/", "memory.limit_in_bytes", "memory.usage_in_bytes")):
+        # Pages of files that were read, such as weights, are given up when memory is wanted.
+        given_up = read(group + "memory.stat", "inactive_file ", 0)
+        free = min(free, read(group + limit) - read(group + usage, default=0) + given_up)
+    return max(0, int(free))

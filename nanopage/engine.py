@@ -18,40 +18,26 @@ import random
 import threading
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
-from dataclasses import replace
-from functools import wraps
+from dataclasses import fields, replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from nanopage.arguments import check_number, require
 from nanopage.block_manager import BlockManager
-from nanopage.config import EngineConfig, open_checkpoint
+from nanopage.config import Checkpoint, EngineConfig
 from nanopage.metrics import Metrics
 from nanopage.model_runner import ModelRunner
 from nanopage.proposals import BeamRequest, BeamSearchParams
 from nanopage.scheduler import Scheduler
-from nanopage.sequence import (
-    CompletionOutput,
-    Request,
-    RequestOutput,
-    SamplingParams,
-    check_number,
-    require,
-)
+from nanopage.sequence import CompletionOutput, Request, RequestOutput, SamplingParams
 
-Prompt = Any  # a string, token ids, or a dict of vLLM's with prompt or prompt_token_ids
+PROMPT_FIELDS = ("prompt", "prompt_token_ids", "cache_salt")
+Prompt = Any  # a string, token ids, or a dict with some of these fields
+TextPrompt = TokensPrompt = dict  # as scripts write it: TokensPrompt(prompt_token_ids=[1, 2])
 Progress = bool | Callable[..., tqdm]  # False, True, or what makes a bar as tqdm does
-
-
-def locked(method: Callable[..., Any]) -> Callable[..., Any]:
-    """One thread at a time may touch the queues; a step on behalf of one call serves all."""
-    @wraps(method)
-    def under_lock(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self.lock:
-            return method(self, *args, **kwargs)
-    return under_lock
 
 
 class LLM:
@@ -65,15 +51,20 @@ class LLM:
     """
 
     def __init__(self, model: str | Path, **options: Any) -> None:
+        names = [entry.name for entry in fields(EngineConfig)]
+        unknown = sorted(set(options) - set(names))
+        if unknown:
+            raise TypeError(f"unknown {unknown}: LLM takes model, {', '.join(names)}")
         config = EngineConfig(**options)
         self.drafter = config.drafter
-        checkpoint = open_checkpoint(model, config.tokenizer, config.generation_config)
+        checkpoint = Checkpoint(model, config.tokenizer, config.generation_config)
         self.config = config.resolve(checkpoint.hf_config)
         self.vocab_size = checkpoint.hf_config.vocab_size
         self.tokenizer, self.end_token_ids = checkpoint.tokenizer, checkpoint.end_token_ids
+        self.sampling_defaults = checkpoint.sampling_defaults
         self.model_runner = ModelRunner(checkpoint.path, checkpoint.hf_config, self.config)
         self.max_model_len = self.model_runner.max_model_len
-        self.sampling_defaults = checkpoint.sampling_defaults
+        # One thread at a time touches the queues; a step on behalf of one call serves all calls.
         self.lock = threading.RLock()
         self.random = random.Random(config.seed)
         self.num_requests = 0
@@ -91,9 +82,8 @@ class LLM:
 
     # ---- the loop ----------------------------------------------------------------------------
 
-    @locked
     def _step(self) -> None:
-        """One step of the engine, for all calls at once."""
+        """One step of the engine, for all calls at once; whoever calls it holds the lock."""
         try:
             batch = self.scheduler.schedule()
             if not batch.sequences:
@@ -124,7 +114,8 @@ class LLM:
                 for request in requests:
                     self.scheduler.add(request)
             while any(not request.finished for request in requests):
-                self._step()
+                with self.lock:
+                    self._step()
                 yield
         finally:
             with self.lock:
@@ -198,22 +189,28 @@ class LLM:
         A beam's score is cumulative_logprob / generated length ** length_penalty.
         Raises ValueError if the beams of a prompt cannot run and be held all at once.
         """
-        return self._complete(self._make_beam_requests(prompts, params), use_tqdm=False)
+        require(isinstance(params, BeamSearchParams), "params", params, "a BeamSearchParams")
+        params, most = replace(params), self.scheduler.max_num_seqs
+        require(params.beam_width <= most, "beam_width", params.beam_width,
+                f"at most {most}: so many run at once (max_num_seqs, max_num_batched_tokens)")
+        sampling_params = params.to_sampling_params(len(self.end_token_ids))
+        return self._complete([self._make_request(prompt, sampling_params, beams=params)
+                               for prompt in as_list(prompts)], use_tqdm=False)
 
     def _complete(self, requests: list[Request], use_tqdm: Progress) -> list[RequestOutput]:
         require(isinstance(use_tqdm, bool) or callable(use_tqdm), "use_tqdm", use_tqdm,
                 "True, False or what makes a bar")
-        make_bar = use_tqdm if callable(use_tqdm) else tqdm
+        make_bar, before = use_tqdm if callable(use_tqdm) else tqdm, replace(self.total)
         with (make_bar(total=len(requests), desc="Processed prompts", miniters=0,
                        disable=not use_tqdm) as bar, closing(self._run(requests)) as steps):
             for _ in steps:
                 if use_tqdm:
-                    num_in = sum(len(r.prompt_token_ids) for r in requests
-                                 if r.num_cached_tokens is not None)
-                    num_out = sum(seq.num_generated_tokens for r in requests for seq in r.sequences)
-                    rate = 1 / max(bar.format_dict["elapsed"], 1e-9)
-                    bar.set_postfix_str(f"prompt: {num_in * rate:.0f} tok/s, "
-                                        f"output: {num_out * rate:.0f} tok/s", refresh=False)
+                    seconds = max(bar.format_dict["elapsed"], 1e-9)
+                    speed = (self.total.num_prompt_tokens - before.num_prompt_tokens) / seconds
+                    output_speed = (self.total.num_generated_tokens
+                                    - before.num_generated_tokens) / seconds
+                    bar.set_postfix_str(f"prompt: {speed:.0f} tok/s, "
+                                        f"output: {output_speed:.0f} tok/s", refresh=False)
                     bar.update(sum(request.finished for request in requests) - bar.n)
         return [request.output() for request in requests]
 
@@ -245,35 +242,35 @@ class LLM:
 
     # ---- step by step ------------------------------------------------------------------------
 
-    @locked
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
                     priority: int = 0) -> str:
         """Queue one request for `step`; returns its id. Raises ValueError, queueing nothing."""
         params = sampling_params or self.get_default_sampling_params()
         request = self._make_request(prompt, params, priority)
-        self.requests[request.request_id] = request
-        self.scheduler.add(request)
+        with self.lock:
+            self.requests[request.request_id] = request
+            self.scheduler.add(request)
         return request.request_id
 
-    @locked
     def step(self) -> list[RequestOutput]:
         """Run one step; returns the requests that got tokens or ended, as they are now.
 
         What another call did for them in the meantime, since it steps for all, counts as well.
         """
-        self._step()
-        news, self.news = self.news, {}
-        for request in news.values():
-            if request.finished:
-                del self.requests[request.request_id]
-        return [request.output() for request in news.values()]
+        with self.lock:
+            self._step()
+            news, self.news = list(self.news.values()), {}
+            for request in news:
+                if request.finished:
+                    del self.requests[request.request_id]
+            return [request.output() for request in news]
 
-    @locked
     def abort(self, request_id: str) -> None:
         """End a request of `add_request` now; an unknown or ended one is no error."""
-        if isinstance(request_id, str) and request_id in self.requests:
-            self.scheduler.abort(self.requests.pop(request_id))
-            self.news.pop(request_id, None)
+        with self.lock:
+            if isinstance(request_id, str) and request_id in self.requests:
+                self.scheduler.abort(self.requests.pop(request_id))
+                self.news.pop(request_id, None)
 
     def has_unfinished_requests(self) -> bool:
         return bool(self.requests)
@@ -285,29 +282,27 @@ class LLM:
         """What the model's generation_config.json asks for, and vLLM's defaults beside it."""
         return SamplingParams(**self.sampling_defaults)
 
-    @locked
     def reset_prefix_cache(self) -> bool:
         """Forget what is cached; a block that is in use stays in use."""
-        self.scheduler.block_manager.reset_prefix_cache()
+        with self.lock:
+            self.scheduler.block_manager.reset_prefix_cache()
         return True
 
     def num_free_blocks(self) -> int:
         """Blocks that nobody holds; those with a cached prefix are among them."""
         return self.scheduler.block_manager.num_free_blocks
 
-    @locked
     def metrics(self) -> Metrics:
         """Counters since the start, and the pool as it is now."""
-        manager = self.scheduler.block_manager
-        return replace(self.total, num_used_blocks=manager.num_used_blocks,
-                       num_cached_blocks=len(manager.cached))
+        with self.lock:
+            manager = self.scheduler.block_manager
+            return replace(self.total, num_used_blocks=manager.num_used_blocks,
+                           num_cached_blocks=len(manager.cached))
 
     # ---- requests ----------------------------------------------------------------------------
 
-    @locked
-    def _make_request(self, prompt: Prompt, params: SamplingParams, priority: int,
-                      kind: type[Request] = Request, num_beams: int = 1,
-                      **others: Any) -> Request:
+    def _make_request(self, prompt: Prompt, params: SamplingParams, priority: int = 0,
+                      beams: BeamSearchParams | None = None) -> Request:
         """Check everything that the caller gave; nothing is queued yet."""
         require(isinstance(params, SamplingParams), "sampling_params", params, "a SamplingParams")
         params = replace(params)  # a checked copy of our own
@@ -324,6 +319,7 @@ class LLM:
         max_tokens = min(params.max_tokens or self.max_model_len, self.max_model_len - length)
         # The last token's K and V are never written. n branches may run one at a time; beams run
         # together.
+        num_beams = beams.beam_width if beams else 1
         manager = self.scheduler.block_manager
         num_needed = -(-(length + max_tokens - 1) // manager.block_size) * num_beams
         if num_needed > manager.num_blocks:
@@ -331,48 +327,38 @@ class LLM:
                 f"prompt of {length} tokens, max_tokens={max_tokens} and {num_beams} beam(s) need "
                 f"{num_needed} blocks of {manager.block_size}, the whole pool has "
                 f"num_blocks={manager.num_blocks}")
-        self.num_requests += 1
-        return kind(
-            request_id=str(self.num_requests - 1), arrival=self.num_requests, priority=priority,
-            prompt=text, prompt_token_ids=token_ids, params=params, max_tokens=max_tokens,
-            seed=self.random.getrandbits(64) if params.seed is None else params.seed,
-            end_token_ids=self.end_token_ids, tokenizer=self.tokenizer, cache_salt=salt, **others)
-
-    def _make_beam_requests(self, prompts: Prompt, params: BeamSearchParams) -> list[Request]:
-        require(isinstance(params, BeamSearchParams), "params", params, "a BeamSearchParams")
-        params, most = replace(params), self.scheduler.max_num_seqs
-        require(params.beam_width <= most, "beam_width", params.beam_width,
-                f"at most {most}: so many run at once (max_num_seqs, max_num_batched_tokens)")
-        sampling_params = params.to_sampling_params(len(self.end_token_ids))
-        return [self._make_request(prompt, sampling_params, 0, BeamRequest, params.beam_width,
-                                   beam_width=params.beam_width,
-                                   length_penalty=params.length_penalty)
-                for prompt in as_list(prompts)]
+        with self.lock:
+            self.num_requests += 1
+            common: dict[str, Any] = dict(
+                request_id=str(self.num_requests - 1), arrival=self.num_requests,
+                priority=priority, prompt=text, prompt_token_ids=token_ids, params=params,
+                max_tokens=max_tokens, end_token_ids=self.end_token_ids, tokenizer=self.tokenizer,
+                seed=self.random.getrandbits(64) if params.seed is None else params.seed,
+                cache_salt=salt)
+        return Request(**common) if beams is None else BeamRequest(**common, beams=beams)
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], bytes]:
-        fields = prompt if isinstance(prompt, dict) else (
-            {"prompt": prompt} if isinstance(prompt, str) else {"prompt_token_ids": prompt})
-        text, token_ids = fields.get("prompt"), fields.get("prompt_token_ids")
-        salt = fields.get("cache_salt")
-        is_known = set(fields) <= {"prompt", "prompt_token_ids", "cache_salt"}
-        are_strings = isinstance(text, str | None) and isinstance(salt, str | None)
-        require(is_known and are_strings and not (text is None and token_ids is None), "prompt",
-                prompt, "a string, a list of token ids, or a dict with one of them as prompt or "
-                "prompt_token_ids, and perhaps cache_salt")
+        given = {"prompt": prompt} if isinstance(prompt, str) else prompt
+        given = given if isinstance(given, dict) else {"prompt_token_ids": given}
+        text, token_ids, salt = (given.get(name) for name in PROMPT_FIELDS)
+        is_known = (set(given) <= set(PROMPT_FIELDS) and isinstance(text, str | None)
+                    and isinstance(salt, str | None))
+        require(is_known and not (text is None and token_ids is None), "prompt", prompt,
+                f"a string, a list of token ids, or a dict of {', '.join(PROMPT_FIELDS)}")
         if token_ids is None:
-            require(self.tokenizer is not None, "prompt", prompt,
-                    "token ids, for the model has no tokenizer")
             token_ids = self._encode(text or "")
         require(is_sequence(token_ids), "prompt_token_ids", token_ids, "a list of token ids")
         for token_id in token_ids:
             check_number("prompt_token_ids", token_id, 0, self.vocab_size - 1)
         return text, [int(token_id) for token_id in token_ids], (salt or "").encode()
 
-    @locked
     def _encode(self, text: str, **options: Any) -> list[int]:
+        require(self.tokenizer is not None, "prompt", text,
+                "token ids, for the model has no tokenizer")
         is_unicode = text.encode(errors="ignore").decode() == text  # no lone surrogates
         require(is_unicode, "prompt", text, "valid Unicode")
-        return self.tokenizer(text, **options)["input_ids"]
+        with self.lock:
+            return self.tokenizer(text, **options)["input_ids"]
 
 
 def as_list(prompts: Prompt) -> list[Prompt]:

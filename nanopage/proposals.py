@@ -13,12 +13,10 @@ token, and a score is
 Next: scheduler.py, which computes what is proposed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-from nanopage.sequence import Checked, Request, SamplingParams, Sequence, between, require
+from nanopage.arguments import Checked, between, require
+from nanopage.sequence import Request, SamplingParams, Sequence
 
 
 @dataclass(frozen=True)
@@ -79,21 +77,6 @@ class BeamSearchParams(Checked):
                               ignore_eos=self.ignore_eos)
 
 
-class Candidate(NamedTuple):
-    """`beam` continued by `token_id`."""
-
-    cumulative_logprob: float
-    beam: Sequence
-    token_id: int
-
-    def grow(self, index: int) -> Sequence:
-        """The continued sequence, with nothing computed and no blocks yet."""
-        seq = Sequence(self.beam.request, index)
-        seq.token_ids = self.beam.token_ids + [self.token_id]
-        seq.cumulative_logprob, seq.logprobs = self.cumulative_logprob, None
-        return seq
-
-
 @dataclass(eq=False)
 class BeamRequest(Request):
     """A request whose sequences are its live beams, and in the end its results.
@@ -101,43 +84,43 @@ class BeamRequest(Request):
     The ranking is transformers' (`num_beams`, generation/utils.py, `_beam_search`).
     """
 
-    beam_width: int = 1
-    length_penalty: float = 1.0
-    ended: list[tuple[float, Candidate]] = field(default_factory=list)  # with scores, best first
+    beams: BeamSearchParams = field(kw_only=True)
+    ended: list[Sequence] = field(default_factory=list, init=False)  # best first
 
     def advance(self) -> list[tuple[Sequence, Sequence]]:
         """Take every beam's offers; returns (parent, child) for each beam that lives on.
 
         If none does, the search is over, and `sequences` are the results.
         """
-        num_generated = self.sequences[0].num_generated_tokens + 1
-        candidates = [
-            Candidate((beam.cumulative_logprob or 0.0) + offer.logprob, beam, token_id)
-            for beam in self.sequences for token_id, offer in (beam.candidates or {}).items()]
-        candidates.sort(key=lambda candidate: -candidate.cumulative_logprob)
-        live = []
-        for place, candidate in enumerate(candidates[:self.params.logprobs]):
-            if num_generated < self.max_tokens and candidate.token_id not in self.stop_token_ids:
-                live.append(candidate)
-            elif place < self.beam_width:
-                self.ended.append((self._score(candidate, num_generated), candidate))
-        self.ended.sort(key=lambda scored: -scored[0])
-        del self.ended[self.beam_width:]
+        width = self.beams.beam_width
+        offers = [((beam.cumulative_logprob or 0.0) + offer.logprob, beam, token_id)
+                  for beam in self.sequences for token_id, offer in (beam.candidates or {}).items()]
+        offers.sort(key=lambda offer: -offer[0])
+        live: list[tuple[Sequence, Sequence]] = []
+        for place, (logprob, beam, token_id) in enumerate(offers[:self.params.logprobs]):
+            child = Sequence(self, len(live))  # with nothing computed and no blocks yet
+            child.token_ids = [*beam.token_ids, token_id]
+            child.cumulative_logprob, child.logprobs = logprob, None
+            is_end = token_id in self.stop_token_ids
+            if child.num_generated_tokens < self.max_tokens and not is_end:
+                live.append((beam, child))
+            elif place < width:
+                child.finish_reason = "stop" if is_end else "length"
+                self.ended.append(child)
+        self.ended.sort(key=self.score, reverse=True)
+        del self.ended[width:]
         # Stop when even the best live beam, at its present length, would not be among the ended.
-        if len(self.ended) == self.beam_width and live:
-            if self._score(live[0], num_generated) <= self.ended[-1][0]:
+        if len(self.ended) == width and live:
+            if self.score(live[0][1]) <= self.score(self.ended[-1]):
                 live = []
-        children = [candidate.grow(i) for i, candidate in enumerate(live[:self.beam_width])]
-        self.sequences = children or self._results()
-        return [(candidate.beam, child) for candidate, child in zip(live, children)]
+        del live[width:]
+        self.sequences = [child for _, child in live] or self.ended
+        if not live:
+            for index, seq in enumerate(self.ended):
+                seq.index = index
+                seq.read_text()
+        return live
 
-    def _score(self, candidate: Candidate, num_generated: int) -> float:
-        return candidate.cumulative_logprob / num_generated ** self.length_penalty
-
-    def _results(self) -> list[Sequence]:
-        results = [candidate.grow(index) for index, (_, candidate) in enumerate(self.ended)]
-        for seq in results:
-            is_end = seq.token_ids[-1] in self.stop_token_ids
-            seq.finish_reason = "stop" if is_end else "length"
-            seq.detokenizer.finish(seq.output_token_ids[:-1 if is_end else None])
-        return results
+    def score(self, seq: Sequence) -> float:
+        length = seq.num_generated_tokens ** self.beams.length_penalty
+        return (seq.cumulative_logprob or 0.0) / length

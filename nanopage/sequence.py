@@ -23,53 +23,19 @@ Next: block_manager.py, where the keys and values of a sequence live.
 from __future__ import annotations
 
 import math
-from dataclasses import MISSING, dataclass, field, fields
-from numbers import Integral, Real
+from dataclasses import dataclass, field
 from typing import Any
 
 import xxhash
 
+from nanopage.arguments import CarriedSamplingParams, between, check_number, require
 from nanopage.text import Detokenizer
 
-# ---- what a caller may give ------------------------------------------------------------------
-
-
-def require(is_met: bool, name: str, value: Any, allowed: str) -> None:
-    """Raise ValueError, naming the argument and its value, unless it is what is allowed."""
-    if not is_met:
-        raise ValueError(f"{name}={value!r}: must be {allowed}")
-
-
-def check_number(name: str, value: Any, low: float, high: float = math.inf, *,
-                 integer: bool = True) -> None:
-    """Raise ValueError, naming the argument, unless `value` is a number in [low, high]."""
-    is_number = isinstance(value, Integral if integer else Real) and not isinstance(value, bool)
-    # A NaN compares false, so it does not fit either.
-    require(is_number and low <= value <= high and not math.isinf(value), name, value,
-            f"{'an integer' if integer else 'a number'} of at least {low} and at most {high}")
-
-
-def between(low: float, high: float = math.inf, *, default: Any = MISSING) -> Any:
-    """A field of a `Checked` dataclass, with its limits; None is allowed if it is the default."""
-    return field(default=default, metadata={"limits": (low, high)})
-
-
-class Checked:
-    """A dataclass that raises ValueError, naming the field, for a wrong type or limit."""
-
-    def __post_init__(self: Any) -> None:
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            kind = str(entry.type)
-            if value is None and ("None" in kind or entry.default is None):
-                continue
-            require(kind != "bool" or isinstance(value, bool), entry.name, value, "True or False")
-            if "limits" in entry.metadata:
-                check_number(entry.name, value, *entry.metadata["limits"], integer="int" in kind)
+# ---- what a caller may ask for ---------------------------------------------------------------
 
 
 @dataclass
-class SamplingParams(Checked):
+class SamplingParams(CarriedSamplingParams):
     """How tokens are chosen and when to stop; names and defaults are those of vLLM.
 
     temperature: 0 (or less than 1e-5) is greedy. Filters come in transformers' order:
@@ -225,9 +191,9 @@ class Sequence:
         elif num_generated >= request.max_tokens:
             self.finish_reason = "length"
         if self.finish_reason is not None or request.params.stop:
-            self._read_text(may_stop)
+            self.read_text(may_stop)
 
-    def _read_text(self, may_stop: bool) -> None:
+    def read_text(self, may_stop: bool = True) -> None:
         num_searched, params = len(self.detokenizer.text), self.request.params
         if self.finish_reason is None:
             self.detokenizer.read(self.output_token_ids)

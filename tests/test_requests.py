@@ -208,8 +208,8 @@ def test_bad_engine_arguments(r_model, bad):
 
 
 def test_unknown_arguments_and_models(r_model, tmp_path):
-    with pytest.raises(TypeError, match="quantization"):
-        LLM(r_model, quantization="awq")
+    with pytest.raises(TypeError, match="quantisation.*LLM takes model.*quantization"):
+        LLM(r_model, quantisation="awq")
     for bad in ("/no/such/dir", "", 5, str(tmp_path)):
         with pytest.raises(ValueError, match="model="):
             LLM(bad)
