@@ -54,6 +54,7 @@ def engine_options(args: argparse.Namespace) -> dict:
 def make_llm(args: argparse.Namespace, **options):
     from nanopage import LLM, SamplingParams
     llm = LLM(args.model, **{**engine_options(args), **options})
+    print(llm, flush=True)
     llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)  # warm
     return llm
 
@@ -185,6 +186,7 @@ def worker_vllm_api(args: argparse.Namespace) -> tuple[int, float]:
     if args.engine == "nanopage":
         options = engine_options(args)
     llm = package.LLM(args.model, **options)
+    print(llm)
     workload = make_workload(args)
     params = params_of(workload, package.SamplingParams, args.temperature or 0.01 * is_nano)
     prompts = [[1, 2, 3], *(prompt for prompt, _ in workload)]

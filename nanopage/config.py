@@ -57,6 +57,7 @@ class EngineConfig(CarriedEngineArguments):
     device: Any = "auto"
     dtype: Any = "auto"
     block_size: int = between(1, 2**31 - 1, default=None)
+    num_gpu_blocks_override: int | None = between(1, default=None)
     num_blocks: int | None = between(1, 2**31 - 1, default=None)
     kv_cache_memory_bytes: int | None = between(1, default=None)
     max_model_len: int | None = between(2, default=None)
@@ -69,7 +70,6 @@ class EngineConfig(CarriedEngineArguments):
     speculative_config: dict[str, Any] | None = None
     generation_config: str = "auto"
     seed: int = between(-2**63, 2**63 - 1, default=0)
-    num_gpu_blocks_override: int | None = between(1, default=None)
 
     def __post_init__(self) -> None:
         for name, default in (("max_num_seqs", 256), ("enable_prefix_caching", True),

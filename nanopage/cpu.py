@@ -63,12 +63,8 @@ class CpuAttention(Backend):
         if window not in metadata.memo:  # layers with the same window share the index arithmetic
             metadata.memo[window] = list(self._plan(q, cache, metadata, window))
         k_pool, v_pool = self.pools(cache)
-        (tokens, attend), *others = metadata.memo[window]
-        out = attend(q[tokens] * scale, k_pool, v_pool)
-        if others:  # a mixed step
-            part, out = out, torch.empty_like(q, memory_format=torch.contiguous_format)
-            out[tokens] = part
-        for tokens, attend in others:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for tokens, attend in metadata.memo[window]:
             out[tokens] = attend(q[tokens] * scale, k_pool, v_pool)
         return out
 

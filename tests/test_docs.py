@@ -62,7 +62,7 @@ def test_line_budgets():
     textbook = sum(lines[name] for name in TEXTBOOK)
     assert textbook <= 1130
     assert textbook + sum(lines[name] for name in COMPANIONS) <= 1325
-    assert sum(lines.values()) - lines["demo.py"] <= 1840
+    assert sum(lines.values()) - lines["demo.py"] <= 1852
     assert count(ROOT / "bench.py")[0] <= 400
 
 
@@ -82,9 +82,9 @@ def test_no_function_is_long():
 def test_import_order_is_reading_order():
     """And so there is no circle, not even for types; leaves are read, if at all, where they lie."""
     read = []
-    for name in ["text.py", "sequence.py", "block_manager.py", "metrics.py", "proposals.py",
-                 "scheduler.py", "attention.py", "cpu.py", "config.py", "layers.py", "sampler.py",
-                 "model_runner.py", "engine.py"]:
+    for name in ["arguments.py", "text.py", "sequence.py", "block_manager.py", "metrics.py",
+                 "proposals.py", "scheduler.py", "attention.py", "cpu.py", "config.py", "layers.py",
+                 "sampler.py", "model_runner.py", "engine.py"]:
         assert imported(name) <= set(read), name
         read.append(name)
     assert not imported("demo.py")

@@ -3,6 +3,7 @@
 import json
 import logging
 import types
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,8 @@ from oracles import check_idle, generate, hf_greedy, prompts_of
 from tqdm import tqdm
 
 import nanopage
-from nanopage import SamplingParams
+from nanopage import LLM, SamplingParams, TextPrompt, TokensPrompt
+from nanopage.arguments import CarriedEngineArguments, CarriedSamplingParams
 from nanopage.config import choose_dtype
 from nanopage.cpu import available_memory
 
@@ -54,6 +56,61 @@ def test_arguments_of_the_chat_template(chatty):
     with pytest.raises(ValueError, match="lora_request"):
         prompt_of(chatty, "x", lora_request=object())
     check_idle(chatty)
+
+
+CARRIED = [(table, entry) for table in (CarriedEngineArguments, CarriedSamplingParams)
+           for entry in fields(table)]
+
+
+def test_arguments_that_scripts_carry_along_change_nothing(r_model):
+    """All at once, at each of their neutral values."""
+    tokens = hf_greedy(r_model, [1, 2, 3], 4)
+    for place in (0, -1):
+        engine, sampling = ({entry.name: entry.metadata["neutral"][place]
+                             for table, entry in CARRIED if table is wanted}
+                            for wanted in (CarriedEngineArguments, CarriedSamplingParams))
+        llm = make_engine(r_model, **engine)
+        params = SamplingParams(temperature=0, max_tokens=4, **sampling)
+        assert llm.generate([[1, 2, 3]], params)[0].outputs[0].token_ids == tokens
+        assert "penalty" not in repr(params)
+
+
+@pytest.mark.parametrize("table, entry", CARRIED, ids=[entry.name for _, entry in CARRIED])
+def test_what_such_an_argument_would_change_is_refused(r_model, table, entry):
+    for value in ("other", 3, {"a": 1}):
+        with pytest.raises(ValueError) as error:
+            if table is CarriedEngineArguments:
+                make_engine(r_model, **{entry.name: value})
+            else:
+                SamplingParams(**{entry.name: value})
+        assert str(error.value).startswith(f"{entry.name}={value!r}: nanopage ")
+
+
+def test_refusals_say_what_happens_instead(r_model):
+    with pytest.raises(ValueError) as error:
+        LLM(r_model, quantization="awq")
+    assert str(error.value) == (
+        "quantization='awq': nanopage computes in float32, bfloat16 or float16")
+
+
+def test_vllms_name_for_the_number_of_blocks(r_model):
+    assert LLM(r_model, num_gpu_blocks_override=7).model_runner.num_blocks == 7
+    with pytest.raises(ValueError, match="num_gpu_blocks_override=0"):
+        LLM(r_model, num_gpu_blocks_override=0)
+
+
+def test_an_unknown_argument_is_told_what_exists(r_model):
+    with pytest.raises(TypeError, match="blocksize.*LLM takes model, .*block_size"):
+        LLM(r_model, blocksize=16)
+
+
+def test_prompt_types(r_model):
+    """vLLM's are dicts, and so are these."""
+    llm = make_engine(r_model)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    output, = llm.generate(TokensPrompt(prompt_token_ids=[1, 2, 3]), params)
+    assert output.outputs[0].token_ids == hf_greedy(r_model, [1, 2, 3], 4)
+    assert TextPrompt(prompt="a", cache_salt="b") == {"prompt": "a", "cache_salt": "b"}
 
 
 def test_prompts_in_any_sized_sequence(r_model):
