@@ -19,7 +19,7 @@ from typing import Any
 def require(is_met: bool, name: str, value: Any, allowed: str) -> None:
     """Raise ValueError, naming the argument and its value, unless it is what is allowed."""
     if not is_met:
-        raise ValueError(f"{name}={value!r}: must be {allowed}")
+        raise ValueError(f"{name}={value!r:.200}: must be {allowed}")
 
 
 def check_number(name: str, value: Any, low: float, high: float = math.inf, *,

@@ -72,7 +72,7 @@ class EngineConfig(CarriedEngineArguments):
     seed: int = between(-2**63, 2**63 - 1, default=0)
 
     def __post_init__(self) -> None:
-        for name, default in (("max_num_seqs", 256), ("enable_prefix_caching", True),
+        for name, default in (("max_num_seqs", 256), ("enable_prefix_caching", True), ("seed", 0),
                               ("num_blocks", self.num_gpu_blocks_override)):
             if getattr(self, name) is None:  # as in vLLM; the dataclass is frozen for others
                 object.__setattr__(self, name, default)
@@ -101,7 +101,7 @@ class EngineConfig(CarriedEngineArguments):
         settings = self.speculative_config
         try:
             return None if settings is None else PromptLookup(**settings)
-        except TypeError as error:  # a name that is missing or unknown
+        except (TypeError, ValueError) as error:  # a name that is unknown, a value that is wrong
             raise ValueError(f"speculative_config={settings!r}: {error}") from error
 
 

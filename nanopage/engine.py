@@ -16,7 +16,7 @@ This is the last file. To see it run: example.py.
 
 import random
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import fields, replace
 from numbers import Integral
@@ -139,9 +139,11 @@ class LLM:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params or self.get_default_sampling_params()] * len(prompts)
         priority = [0] * len(prompts) if priority is None else priority
-        for name, values in (("sampling_params", sampling_params), ("priority", priority)):
+        for name, values, kind in (("sampling_params", sampling_params, "a SamplingParams"),
+                                   ("priority", priority, "None")):
             is_list = isinstance(values, (list, tuple)) and len(values) == len(prompts)
-            require(is_list, name, values, f"a list, one for each of the {len(prompts)} prompts")
+            require(is_list, name, values,
+                    f"{kind}, or a list with one for each of the {len(prompts)} prompts")
         requests: list[Request] = []
         for given in zip(prompts, sampling_params, priority):
             try:
@@ -183,7 +185,8 @@ class LLM:
             prompts.append({"prompt": text, "prompt_token_ids": ids})
         return self.generate(prompts, sampling_params, use_tqdm, lora_request=lora_request)
 
-    def beam_search(self, prompts: Prompt, params: BeamSearchParams) -> list[RequestOutput]:
+    def beam_search(self, prompts: Prompt, params: BeamSearchParams,
+                    use_tqdm: Progress = False) -> list[RequestOutput]:
         """The `beam_width` best completions of each prompt, best first, as its `outputs`.
 
         A beam's score is cumulative_logprob / generated length ** length_penalty.
@@ -195,7 +198,7 @@ class LLM:
                 f"at most {most}: so many run at once (max_num_seqs, max_num_batched_tokens)")
         sampling_params = params.to_sampling_params(len(self.end_token_ids))
         return self._complete([self._make_request(prompt, sampling_params, beams=params)
-                               for prompt in as_list(prompts)], use_tqdm=False)
+                               for prompt in as_list(prompts)], use_tqdm)
 
     def _complete(self, requests: list[Request], use_tqdm: Progress) -> list[RequestOutput]:
         require(isinstance(use_tqdm, bool) or callable(use_tqdm), "use_tqdm", use_tqdm,
@@ -339,14 +342,13 @@ class LLM:
 
     def _read_prompt(self, prompt: Prompt) -> tuple[str | None, list[int], bytes]:
         given = {"prompt": prompt} if isinstance(prompt, str) else prompt
-        given = given if isinstance(given, dict) else {"prompt_token_ids": given}
+        given = given if isinstance(given, Mapping) else {"prompt_token_ids": given}
         text, token_ids, salt = (given.get(name) for name in PROMPT_FIELDS)
         is_known = (set(given) <= set(PROMPT_FIELDS) and isinstance(text, str | None)
                     and isinstance(salt, str | None))
         require(is_known and not (text is None and token_ids is None), "prompt", prompt,
                 f"a string, a list of token ids, or a dict of {', '.join(PROMPT_FIELDS)}")
-        if token_ids is None:
-            token_ids = self._encode(text or "")
+        token_ids = self._encode(text or "") if token_ids is None else to_plain(token_ids)
         require(is_sequence(token_ids), "prompt_token_ids", token_ids, "a list of token ids")
         for token_id in token_ids:
             check_number("prompt_token_ids", token_id, 0, self.vocab_size - 1)
@@ -363,8 +365,9 @@ class LLM:
 
 def as_list(prompts: Prompt) -> list[Prompt]:
     """One prompt becomes a list of one."""
-    if isinstance(prompts, (str, dict)):
+    if isinstance(prompts, (str, Mapping)):
         return [prompts]
+    prompts = to_plain(prompts)
     require(is_sequence(prompts), "prompts", prompts, "a prompt or a list of prompts")
     is_token_ids = len(prompts) > 0 and all(isinstance(item, Integral) for item in prompts)
     return [list(prompts)] if is_token_ids else list(prompts)
@@ -373,7 +376,12 @@ def as_list(prompts: Prompt) -> list[Prompt]:
 def is_sequence(value: Any) -> bool:
     """A list, a tuple, an array, a column of a data set; a string or a dict is one prompt."""
     return hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(
-        value, (str, bytes, dict))
+        value, (str, bytes, Mapping))
+
+
+def to_plain(values: Any) -> Any:
+    """A list in place of an array or a tensor, whose items are no Python numbers."""
+    return values.tolist() if hasattr(values, "tolist") else values
 
 
 def join_parts(message: dict[str, Any]) -> dict[str, Any]:

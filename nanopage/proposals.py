@@ -14,8 +14,9 @@ Next: scheduler.py, which computes what is proposed.
 """
 
 from dataclasses import dataclass, field
+from typing import Any
 
-from nanopage.arguments import Checked, between, require
+from nanopage.arguments import Checked, between, neutral, require
 from nanopage.sequence import Request, SamplingParams, Sequence
 
 
@@ -28,14 +29,15 @@ class PromptLookup(Checked):
     one entry for each n and looks up at most as many, however long the text.
     """
 
-    method: str
     num_speculative_tokens: int = between(1)
+    method: str = "ngram"
+    model: Any = neutral(None, "ngram", "[ngram]", instead="drafts from the text itself")
     prompt_lookup_min: int | None = between(1, default=None)
     prompt_lookup_max: int | None = between(1, default=None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.method == "ngram", "speculative_config: method", self.method, "'ngram'")
+        require(self.method == "ngram", "method", self.method, "'ngram'")
         require(bool(self.sizes), "prompt_lookup_max", self.prompt_lookup_max,
                 f"at least prompt_lookup_min={self.prompt_lookup_min}")
 
@@ -68,6 +70,7 @@ class BeamSearchParams(Checked):
     max_tokens: int = between(1)
     ignore_eos: bool = False
     length_penalty: float = between(-100, 100, default=1.0)
+    temperature: Any = neutral(0.0, instead="ranks beams by their own probability")
 
     def to_sampling_params(self, num_end_tokens: int) -> SamplingParams:
         """What each beam is asked for: so many offers that, even if the best ones all end,

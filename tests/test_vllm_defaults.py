@@ -14,7 +14,7 @@ from oracles import check_idle, generate, hf_greedy, prompts_of
 from tqdm import tqdm
 
 import nanopage
-from nanopage import LLM, SamplingParams, TextPrompt, TokensPrompt
+from nanopage import LLM, BeamSearchParams, SamplingParams, TextPrompt, TokensPrompt
 from nanopage.arguments import CarriedEngineArguments, CarriedSamplingParams
 from nanopage.config import choose_dtype
 from nanopage.cpu import available_memory
@@ -253,3 +253,35 @@ def test_which_of_many_prompts_is_wrong(r_model):
     with pytest.raises(ValueError, match="sampling_params={'temperature': 0}"):
         llm.generate([[1]], {"temperature": 0}, use_tqdm=False)
     check_idle(llm, r_model)
+
+
+def test_what_tokenizers_return(chatty):
+    """Arrays, tensors; but the mapping that a tokenizer returns was read as two prompts."""
+    params = SamplingParams(temperature=0, max_tokens=2)
+    expected = chatty.generate([[97, 98]], params)[0].outputs[0].token_ids
+    encoded = chatty.get_tokenizer()("ab", add_special_tokens=False)
+    ids = encoded["input_ids"]
+    for prompt in (torch.tensor(ids), {"prompt_token_ids": torch.tensor(ids)},
+                   torch.tensor([ids, ids]), np.array([ids, ids])):
+        for output in chatty.generate(prompt, params):
+            assert output.outputs[0].token_ids == expected
+    with pytest.raises(ValueError, match="prompt_token_ids"):
+        chatty.generate(encoded, params)
+    check_idle(chatty)
+
+
+def test_other_spellings(r_model):
+    config = {"model": "[ngram]", "num_speculative_tokens": 2, "prompt_lookup_max": 3}
+    llm = make_engine(r_model, speculative_config=config, seed=None)
+    beams = BeamSearchParams(beam_width=2, max_tokens=3, temperature=0.0)
+    assert len(llm.beam_search([[1, 2, 3]], beams, use_tqdm=False)[0].outputs) == 2
+    with pytest.raises(ValueError, match="model='eagle'"):
+        make_engine(r_model, speculative_config={**config, "model": "eagle"})
+    with pytest.raises(ValueError, match="sampling_params=.*a SamplingParams, or a list"):
+        llm.generate([[1, 2, 3]], {"temperature": 0})
+
+
+def test_a_long_value_does_not_fill_the_screen(chatty):
+    with pytest.raises(ValueError) as error:
+        chatty.generate([{"prompt_token_ids": [1] * 9, "images": [0] * 9000}])
+    assert len(str(error.value)) < 400
