@@ -38,7 +38,7 @@ class CpuAttention(Backend):
 
     name = "cpu"
     is_capturable = False
-    max_bag_queries = 4
+    max_bag_queries = 8
 
     def block_shape(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return num_kv_heads, block_size, head_dim

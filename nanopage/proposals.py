@@ -47,19 +47,36 @@ class PromptLookup(Checked):
         longest = self.prompt_lookup_max or self.prompt_lookup_min or 5
         return range(longest, (self.prompt_lookup_min or longest) - 1, -1)
 
-    def propose(self, seq: Sequence, most: int) -> list[int]:
-        """At most `most` tokens; none if the last n-gram is new, the longest n first."""
+    def propose(self, seq: Sequence, most: int, num_running: int = 1) -> list[int]:
+        """At most `most` tokens; none if the last n-gram is new, the longest n first.
+
+        A rejected draft was computed for nothing. Alone that costs little, since a step mostly
+        reads weights; the more sequences run, the surer a draft must be. To know costs nothing: a
+        guess is made at every step, drafted or not, and compared with the tokens that come.
+        """
+        notes = seq.draft_notes = seq.draft_notes or DraftNotes()
         token_ids = seq.token_ids
-        num_indexed, index = seq.ngrams
-        for end in range(num_indexed, len(token_ids)):
+        came = token_ids[notes.num_indexed:][:len(notes.guess)]
+        is_right = came == notes.guess[:len(came)]
+        notes.streak = notes.streak + len(came) if is_right else 0
+        for end in range(notes.num_indexed, len(token_ids)):
             for n in self.sizes:
-                index[tuple(token_ids[max(0, end - n):end])] = end
-        seq.ngrams = len(token_ids), index
-        for n in self.sizes:
-            found = index.get(tuple(token_ids[-n:]))
-            if found is not None:
-                return token_ids[found:found + min(most, self.num_speculative_tokens)]
-        return []
+                notes.index[tuple(token_ids[max(0, end - n):end])] = end
+        notes.num_indexed = len(token_ids)
+        found = (notes.index.get(tuple(token_ids[-n:])) for n in self.sizes)
+        start = next((end for end in found if end is not None), len(token_ids))
+        notes.guess = token_ids[start:start + self.num_speculative_tokens]
+        return notes.guess[:most] if notes.streak >= num_running // 2 else []
+
+
+@dataclass
+class DraftNotes:
+    """What the drafter remembers of a sequence."""
+
+    streak: int = 0  # tokens that lately came as they were guessed, without a wrong one between
+    guess: list[int] = field(default_factory=list)  # of the tokens from num_indexed on
+    num_indexed: int = 1
+    index: dict[tuple[int, ...], int] = field(default_factory=dict)  # n-gram -> position behind it
 
 
 @dataclass

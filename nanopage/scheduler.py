@@ -152,7 +152,7 @@ class Scheduler:
             draft = drafter.propose(seq, min(
                 self.max_num_batched_tokens - batch.num_tokens,
                 request.max_tokens - num_generated - 1,
-                num_slots - seq.num_tokens))
+                num_slots - seq.num_tokens), len(batch.sequences))
             manager.extend(seq, seq.num_tokens + len(draft))
             seq.draft_token_ids = draft
             seq.num_scheduled_tokens += len(draft)

@@ -142,8 +142,7 @@ class Sequence:
         self.num_prompt_tokens = len(self.token_ids)
         self.num_computed_tokens = self.num_scheduled_tokens = 0
         self.draft_token_ids: list[int] = []
-        # The drafter's notes: tokens indexed so far, and n-gram -> position behind it.
-        self.ngrams: tuple[int, dict[tuple[int, ...], int]] = (1, {})
+        self.draft_notes: Any = None  # the drafter's
         self.block_table: list[int] = []
         # The full blocks' prefixes, as far as hashed, and how many of them others may find.
         self.prefixes: list[Any] = []
