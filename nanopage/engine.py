@@ -30,6 +30,7 @@ from nanopage.block_manager import BlockManager
 from nanopage.config import EngineConfig, open_checkpoint
 from nanopage.metrics import Metrics
 from nanopage.model_runner import ModelRunner
+from nanopage.parallel import connect
 from nanopage.proposals import BeamRequest, BeamSearchParams
 from nanopage.scheduler import Scheduler
 from nanopage.sequence import (
@@ -67,6 +68,7 @@ class LLM:
     def __init__(self, model: str | Path, **options: Any) -> None:
         config = EngineConfig(**options)
         self.drafter = config.drafter
+        self.rank = connect(config.tensor_parallel_size)
         checkpoint = open_checkpoint(model, config.tokenizer, config.generation_config)
         self.config = config.resolve(checkpoint.hf_config)
         self.vocab_size = checkpoint.hf_config.vocab_size
@@ -102,6 +104,7 @@ class LLM:
             touched = self.scheduler.update(batch, samples)
         except BaseException:
             # No half-written block may survive, so queues, pool and prefix cache start afresh.
+            self.model_runner.has_failed = True
             for seq in self.scheduler.running + self.scheduler.waiting:
                 self.scheduler.abort(seq.request)
             self.requests, self.news = {}, {}
@@ -203,6 +206,7 @@ class LLM:
     def _complete(self, requests: list[Request], use_tqdm: Progress) -> list[RequestOutput]:
         require(isinstance(use_tqdm, bool) or callable(use_tqdm), "use_tqdm", use_tqdm,
                 "True, False or what makes a bar")
+        use_tqdm = use_tqdm if self.rank == 0 else False
         make_bar = use_tqdm if callable(use_tqdm) else tqdm
         with (make_bar(total=len(requests), desc="Processed prompts", miniters=0,
                        disable=not use_tqdm) as bar, closing(self._run(requests)) as steps):
