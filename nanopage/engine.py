@@ -59,7 +59,7 @@ class LLM:
     """A model and its engine. Several threads may call it: each call gets its own results.
 
     model: a directory with a transformers checkpoint, or a name on the model hub. The keyword
-    arguments are the fields of `EngineConfig`.
+    arguments are the fields of `EngineConfig`. Under torchrun `rank` tells which process this is.
 
     Raises ValueError naming the argument, its value and what is allowed; TypeError for an unknown
     argument.

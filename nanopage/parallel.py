@@ -91,7 +91,7 @@ def embed(table: nn.Embedding, token_ids: Tensor) -> Tensor:
     if WORLD_SIZE == 1:
         return table(token_ids)
     is_own = token_ids // table.num_embeddings == RANK  # [num_tokens]
-    return all_reduce(table(token_ids % table.num_embeddings) * is_own[:, None])
+    return all_reduce(table(token_ids % table.num_embeddings) * is_own.unsqueeze(1))
 
 
 def gather(part: Tensor) -> Tensor:
