@@ -2,9 +2,11 @@
 
     python example.py                    SmolLM2-135M-Instruct, which comes from a PyPI wheel
     python example.py Qwen/Qwen3-0.6B    any supported model: a directory or a hub name
+    torchrun --nproc-per-node 3 example.py    on three devices at once
 """
 
 import argparse
+import sys
 
 from nanopage import LLM, SamplingParams, demo
 
@@ -51,6 +53,8 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="a directory or a name on the model hub")
     llm = LLM(parser.parse_args().model or demo.model_path(), max_model_len=2048)
+    if llm.rank > 0:
+        sys.stdout = None  # under torchrun every rank runs this script, and one speaks
     print(llm)
     chats(llm)
 

@@ -65,10 +65,9 @@ class CarriedEngineArguments(Checked):
     """Arguments of vLLM's `LLM`, each with the values that change nothing."""
 
     trust_remote_code: Any = neutral(False, True, instead="runs no code of a checkpoint")
-    tensor_parallel_size: Any = neutral(1, None, instead="computes on one device")
-    pipeline_parallel_size: Any = neutral(1, None, instead="computes on one device")
-    distributed_executor_backend: Any = neutral(None, "mp", instead="computes on one device")
-    disable_custom_all_reduce: Any = neutral(False, True, instead="computes on one device")
+    pipeline_parallel_size: Any = neutral(1, None, instead="cuts layers, see tensor_parallel_size")
+    distributed_executor_backend: Any = neutral(None, "mp", instead="is started by torchrun")
+    disable_custom_all_reduce: Any = neutral(False, True, instead="calls NCCL or gloo")
     quantization: Any = neutral(None, instead="computes in float32, bfloat16 or float16")
     kv_cache_dtype: Any = neutral("auto", instead="keeps K and V in the dtype it computes in")
     load_format: Any = neutral("auto", "safetensors", instead="reads safetensors only")

@@ -49,6 +49,8 @@ class EngineConfig(CarriedEngineArguments):
     enforce_eager: no CUDA graphs. attention_backend: "auto" or a key of BACKENDS.
     speculative_config: vLLM's {"method": "ngram", "num_speculative_tokens": 4,
     "prompt_lookup_min": 2, "prompt_lookup_max": 4}.
+    tensor_parallel_size: how many processes torchrun started; by default as many as there are.
+    kv_cache_memory_bytes and gpu_memory_utilization are each one's.
 
     Raises ValueError naming the argument, its value and what is allowed.
     """
@@ -69,6 +71,7 @@ class EngineConfig(CarriedEngineArguments):
     attention_backend: str = "auto"
     speculative_config: dict[str, Any] | None = None
     generation_config: str = "auto"
+    tensor_parallel_size: int | None = between(1, default=None)
     seed: int = between(-2**63, 2**63 - 1, default=0)
 
     def __post_init__(self) -> None:

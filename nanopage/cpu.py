@@ -7,7 +7,7 @@ and weights in an order that does not suit the processor.
 Invariants: what this file replaces stays right without it; unwritten slots are never read into a
 result.
 
-Next: config.py, which chooses this on a CPU.
+Next: parallel.py, how several devices compute one model.
 """
 
 import math

@@ -30,6 +30,7 @@ from nanopage.block_manager import BlockManager
 from nanopage.config import Checkpoint, EngineConfig
 from nanopage.metrics import Metrics
 from nanopage.model_runner import ModelRunner
+from nanopage.parallel import connect
 from nanopage.proposals import BeamRequest, BeamSearchParams
 from nanopage.scheduler import Scheduler
 from nanopage.sequence import CompletionOutput, Request, RequestOutput, SamplingParams
@@ -44,7 +45,7 @@ class LLM:
     """A model and its engine. Several threads may call it: each call gets its own results.
 
     model: a directory with a transformers checkpoint, or a name on the model hub. The keyword
-    arguments are the fields of `EngineConfig`.
+    arguments are the fields of `EngineConfig`. Under torchrun `rank` tells which process this is.
 
     Raises ValueError naming the argument, its value and what is allowed; TypeError for an unknown
     argument.
@@ -57,6 +58,7 @@ class LLM:
             raise TypeError(f"unknown {unknown}: LLM takes model, {', '.join(names)}")
         config = EngineConfig(**options)
         self.drafter = config.drafter
+        self.rank = connect(config.tensor_parallel_size)
         checkpoint = Checkpoint(model, config.tokenizer, config.generation_config)
         self.config = config.resolve(checkpoint.hf_config)
         self.vocab_size = checkpoint.hf_config.vocab_size
@@ -92,6 +94,7 @@ class LLM:
             touched = self.scheduler.update(batch, samples)
         except BaseException:
             # No half-written block may survive, so queues, pool and prefix cache start afresh.
+            self.model_runner.has_failed = True
             for seq in self.scheduler.running + self.scheduler.waiting:
                 self.scheduler.abort(seq.request)
             self.requests, self.news = {}, {}
@@ -203,6 +206,7 @@ class LLM:
     def _complete(self, requests: list[Request], use_tqdm: Progress) -> list[RequestOutput]:
         require(isinstance(use_tqdm, bool) or callable(use_tqdm), "use_tqdm", use_tqdm,
                 "True, False or what makes a bar")
+        use_tqdm = use_tqdm if self.rank == 0 else False
         make_bar, before = use_tqdm if callable(use_tqdm) else tqdm, replace(self.total)
         with (make_bar(total=len(requests), desc="Processed prompts", miniters=0,
                        disable=not use_tqdm) as bar, closing(self._run(requests)) as steps):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from nanopage.attention import AttentionMetadata, Backend
+from nanopage.parallel import all_reduce, cut, embed
 
 
 def window_of(config: Any, layer: int) -> int | None:
@@ -116,8 +117,8 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, cos_sin: tuple[Tensor, Tensor], cache: Tensor,
                 metadata: AttentionMetadata) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos_sin, cache, metadata)
-        return x + self.mlp(self.post_attention_layernorm(x))
+        x = x + all_reduce(self.self_attn(self.input_layernorm(x), cos_sin, cache, metadata))
+        return x + all_reduce(self.mlp(self.post_attention_layernorm(x)))
 
 
 class CausalLM(nn.Module):
@@ -140,7 +141,7 @@ class CausalLM(nn.Module):
 
     def forward(self, token_ids: Tensor, kv_cache: Tensor, metadata: AttentionMetadata) -> Tensor:
         """token_ids: [num_tokens]. Returns hidden states [num_tokens, hidden]."""
-        x = self.model["embed_tokens"](token_ids)
+        x = embed(self.model["embed_tokens"], token_ids)
         # Padding may stand behind the last position that there is; any angle will do for it.
         positions = metadata.positions.clamp(max=len(self.cos) - 1)
         # [num_tokens, 1, head_dim] each
@@ -158,7 +159,7 @@ class CausalLM(nn.Module):
         for name, tensor in read_tensors(path):
             if not name.endswith("rotary_emb.inv_freq"):  # derived from the config
                 prefix = "" if name.startswith(("model.", "lm_head.")) else "model."
-                tensors[prefix + name] = tensor.to(self.device, self.dtype)
+                tensors[prefix + name] = cut(name, tensor).to(self.device, self.dtype)
         if self.config.tie_word_embeddings:
             # The embedding is the output layer, whatever else the file holds, as in vLLM.
             head = tensors.get("lm_head.weight", torch.empty(0))

@@ -24,6 +24,7 @@ from nanopage.attention import AttentionMetadata
 from nanopage.config import EngineConfig, choose_backend, longest_sequence
 from nanopage.cpu import available_memory, pack_linears
 from nanopage.layers import CausalLM
+from nanopage.parallel import RANK, WORLD_SIZE, check_alike, cut_config, exchange, gather
 from nanopage.sampler import SampleRow, sample, to_device, top_logprobs
 from nanopage.sequence import Batch, Sample, Sequence
 
@@ -43,7 +44,8 @@ class CudaCapture:
             function()  # warm-up: libraries allocate their workspaces
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, stream=self.stream):
+        # NCCL has a thread of its own, whose calls are none of the capture's business.
+        with torch.cuda.graph(graph, self.pool, self.stream, "thread_local"):
             out = function()
 
         def replay() -> Tensor:
@@ -100,17 +102,18 @@ class ModelRunner:
     """Owns the device: the weights, the pool of blocks, and the tensors of a step."""
 
     def __init__(self, path: Path, hf_config: Any, config: EngineConfig) -> None:
-        self.path, self.config, self.hf_config = path, config, hf_config
+        self.path, self.config, self.hf_config = path, config, cut_config(hf_config)
         self.device, self.block_size = config.device, config.block_size
         self.backend = choose_backend(config.attention_backend, config.device, config.dtype,
                                       hf_config.head_dim, config.block_size)
-        max_position = config.max_model_len or longest_sequence(hf_config)
-        self.model = CausalLM(hf_config, self.backend, max_position, config.device, config.dtype)
+        max_length = config.max_model_len or longest_sequence(hf_config)
+        self.model = CausalLM(self.hf_config, self.backend, max_length, config.device, config.dtype)
         self.model.load_weights(path)
         if config.device.type == "cpu":
             pack_linears(self.model)
         self.decode_graph: DecodeGraph | None = None
-        self.num_blocks, self.max_model_len = self._size_cache(max_position)
+        self.has_failed = False  # in a step: other ranks may still wait in it
+        self.num_blocks, self.max_model_len = self._size_cache(max_length)
         self.kv_cache = self._make_cache(self.num_blocks)
         if (config.device.type == "cuda" and not config.enforce_eager
                 and self.backend.is_capturable):
@@ -143,10 +146,10 @@ class ModelRunner:
         if budget is None and self.device.type == "cuda":
             budget = self._spare_gpu_memory()
         elif budget is None:
-            budget = min(4 << 30, available_memory() // 4)
+            budget = min(4 << 30, available_memory() // 4) // WORLD_SIZE
         blocks_per_seq = -(-max_model_len // self.block_size)
-        # One block of the budget is the scratch block.
-        num_blocks = min(budget // block_bytes - 1, config.max_num_seqs * blocks_per_seq)
+        # One block of the budget is the scratch block. The poorest rank decides for all.
+        num_blocks = min(*exchange(budget // block_bytes - 1), config.max_num_seqs * blocks_per_seq)
         num_slots = num_blocks * self.block_size
         if num_slots < (config.max_model_len or self.block_size):
             raise ValueError(
@@ -191,7 +194,7 @@ class ModelRunner:
             token_ids=[0] * num_tokens, draft_token_ids=[], block_table=[], num_computed_tokens=0,
             num_scheduled_tokens=num_tokens)
         hidden, _ = self._run_decoder([prompt])
-        self.model.lm_head(hidden[:self.config.max_num_seqs]).float().softmax(-1)
+        gather(self.model.lm_head(hidden[:self.config.max_num_seqs])).float().softmax(-1)
 
     # ---- a step ------------------------------------------------------------------------------
 
@@ -228,6 +231,7 @@ class ModelRunner:
         width = max(-(-max(context_lens) // self.block_size),
                     max(len(seq.block_table) for seq in sequences))
         tables = [seq.block_table + [0] * (width - len(seq.block_table)) for seq in sequences]
+        check_alike(self.has_failed, token_ids, context_lens)
 
         # One transfer for all of them.
         parts = [token_ids, borders, context_lens, list(chain.from_iterable(tables))]
@@ -262,9 +266,10 @@ class ModelRunner:
         if rows:
             if hidden_rows != list(range(len(hidden))):
                 hidden = hidden[to_device(hidden_rows, torch.int64, self.device)]
-            logits = self.model.lm_head(hidden)  # [rows, vocab]
+            logits = gather(self.model.lm_head(hidden))  # [rows, vocab]
             token_ids = sample(logits, rows).tolist()
             logprobs = top_logprobs(logits, token_ids, rows)
-            for taker, sampled in zip(takers, zip(token_ids, logprobs)):
+            chosen = list(zip(token_ids, logprobs)) if RANK == 0 else []
+            for taker, sampled in zip(takers, exchange(chosen)[0]):
                 taker.append(sampled)
         return samples

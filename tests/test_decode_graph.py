@@ -115,7 +115,7 @@ def run_captured_body(config, body=lambda hidden: hidden):
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_captured_body_never_waits_for_the_device(family):
     config = make_config(family)
-    config.head_dim = getattr(config, "head_dim", None) or 16  # as open_checkpoint fills it in
+    config.head_dim = getattr(config, "head_dim", None) or 16  # as Checkpoint fills it in
     assert run_captured_body(config).shape == (4, 64)
     for sync in (lambda x: x.sum().item(), lambda x: x.masked_select(x > 0),
                  lambda x: x + torch.ones(64, 4).T, lambda x: x.nonzero(), lambda x: x.tolist()):

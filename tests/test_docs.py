@@ -61,8 +61,8 @@ def test_line_budgets():
     lines = {path.name: count(path)[0] for path in PACKAGE.glob("*.py")}
     textbook = sum(lines[name] for name in TEXTBOOK)
     assert textbook <= 1130
-    assert textbook + sum(lines[name] for name in COMPANIONS) <= 1300
-    assert sum(lines.values()) - lines["demo.py"] <= 1860
+    assert textbook + sum(lines[name] for name in COMPANIONS) <= 1310
+    assert sum(lines.values()) - lines["demo.py"] <= 1940
     assert count(ROOT / "bench.py")[0] <= 402
 
 
@@ -83,8 +83,8 @@ def test_import_order_is_reading_order():
     """And so there is no circle, not even for types; leaves are read, if at all, where they lie."""
     read = []
     for name in ["arguments.py", "text.py", "sequence.py", "block_manager.py", "metrics.py",
-                 "proposals.py", "scheduler.py", "attention.py", "cpu.py", "config.py", "layers.py",
-                 "sampler.py", "model_runner.py", "engine.py"]:
+                 "proposals.py", "scheduler.py", "attention.py", "cpu.py", "parallel.py",
+                 "config.py", "layers.py", "sampler.py", "model_runner.py", "engine.py"]:
         assert imported(name) <= set(read), name
         read.append(name)
     assert not imported("demo.py")
