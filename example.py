@@ -3,12 +3,13 @@
     python example.py                    SmolLM2-135M-Instruct, which comes from a PyPI wheel
     python example.py Qwen/Qwen3-0.6B    any supported model: a directory or a hub name
     torchrun --nproc-per-node 3 example.py    on three devices at once
+    python example.py --trace            ten steps to follow by hand; README.md explains them
 """
 
 import argparse
 import sys
 
-from nanopage import LLM, SamplingParams, demo
+from nanopage import LLM, SamplingParams, demo, trace
 
 SYSTEM = ("You are a patient teacher of computer science. You explain one idea at a time, in short "
           "sentences and with everyday comparisons, and you never use a formula.")
@@ -52,7 +53,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", help="a directory or a name on the model hub")
-    llm = LLM(parser.parse_args().model or demo.model_path(), max_model_len=2048)
+    parser.add_argument("--trace", action="store_true", help="ten steps to follow by hand")
+    args = parser.parse_args()
+    if args.trace:
+        return trace.main()
+    llm = LLM(args.model or demo.model_path(), max_model_len=2048)
     if llm.rank > 0:
         sys.stdout = None  # under torchrun every rank runs this script, and one speaks
     print(llm)

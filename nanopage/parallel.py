@@ -119,7 +119,9 @@ def check_alike(has_failed: bool, *numbers: list[int]) -> None:
 
     Otherwise matrices of different requests would be added up without a word.
     """
+    if WORLD_SIZE == 1:
+        return
     own = hash(tuple(map(tuple, numbers)))
-    if WORLD_SIZE > 1 and (has_failed or len(set(exchange(own))) > 1):
+    if has_failed or len(set(exchange(own))) > 1:
         raise RuntimeError(f"rank {RANK}: a step failed here, or the ranks have different "
                            "requests; under torchrun all must make the same calls")

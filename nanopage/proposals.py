@@ -50,8 +50,8 @@ class PromptLookup(Checked):
     def propose(self, seq: Sequence, most: int, num_running: int = 1) -> list[int]:
         """At most `most` tokens; none if the last n-gram is new, the longest n first.
 
-        A rejected draft was computed for nothing. Alone that costs little, since a step mostly
-        reads weights; the more sequences run, the surer a draft must be. To know costs nothing: a
+        A rejected draft was computed for nothing. Among a few sequences that costs little, since a
+        step mostly reads weights; the more there are, the surer a draft must be. To know is free: a
         guess is made at every step, drafted or not, and compared with the tokens that come.
         """
         notes = seq.draft_notes = seq.draft_notes or DraftNotes()
@@ -66,7 +66,7 @@ class PromptLookup(Checked):
         found = (notes.index.get(tuple(token_ids[-n:])) for n in self.sizes)
         start = next((end for end in found if end is not None), len(token_ids))
         notes.guess = token_ids[start:start + self.num_speculative_tokens]
-        return notes.guess[:most] if notes.streak >= num_running // 2 else []
+        return notes.guess[:most] if notes.streak >= num_running - 4 else []
 
 
 @dataclass

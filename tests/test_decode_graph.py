@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from nanopage import SamplingParams
 from nanopage.attention import AttentionMetadata, VarlenAttention
 from nanopage.layers import CausalLM
+from nanopage.model_runner import DecodeGraph
 
 NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_min=2, prompt_lookup_max=3)
 
@@ -57,6 +58,36 @@ def test_static_decode_touches_no_other_block(r_model):
     others = [i for i in range(1, before.shape[2]) if i not in own]
     assert torch.equal(before[:, :, others], llm.model_runner.kv_cache[:, :, others])
     llm.abort(mine)
+
+
+@pytest.fixture
+def graph_and_metadata():
+    """Graphs of blocks of 4 for up to 4 sequences of 40 tokens; what each forward was given."""
+    seen = []
+
+    def forward(token_ids, metadata):
+        seen.append(metadata)
+        return torch.zeros(len(token_ids), 1)
+
+    return DecodeGraph(forward, 4, 40, 4, torch.device("cpu"), lambda function: function), seen
+
+
+def test_padding_writes_to_the_scratch_block(graph_and_metadata):
+    """A row that pads a batch of three to four wrote to a block that somebody holds."""
+    graph, seen = graph_and_metadata
+    tables = torch.tensor([[1, 2, 3], [4, 5, 0], [6, 0, 0], [7, 8, 9]], dtype=torch.int32)
+    lens = torch.tensor([9, 5, 1, 12], dtype=torch.int32)
+    for num_seqs, slots in ((4, [12, 20, 24, 39]), (3, [12, 20, 24, 0])):
+        graph.replay(torch.ones(num_seqs, dtype=torch.int32), lens[:num_seqs], tables[:num_seqs])
+        assert seen[-1].slot_mapping.tolist() == slots
+
+
+def test_a_graph_holds_the_longest_sequence(graph_and_metadata):
+    """What a graph freezes must do for every later batch, the longest included."""
+    graph, seen = graph_and_metadata
+    for run in graph.runs.values():
+        run()
+        assert seen[-1].max_context_len == 40 and seen[-1].block_tables.shape[1] * 4 >= 40
 
 
 @pytest.mark.parametrize("options", [dict(speculative_config=NGRAM), dict(num_blocks=20)])

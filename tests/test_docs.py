@@ -3,8 +3,13 @@
 import ast
 import io
 import re
+import runpy
+import shlex
+import sys
 import tokenize
 from pathlib import Path
+
+import test_break_it
 
 from nanopage.config import EngineConfig
 
@@ -62,7 +67,8 @@ def test_line_budgets():
     textbook = sum(lines[name] for name in TEXTBOOK)
     assert textbook <= 1130
     assert textbook + sum(lines[name] for name in COMPANIONS) <= 1310
-    assert sum(lines.values()) - lines["demo.py"] <= 1940
+    assert lines["trace.py"] <= 60  # as demo.py, no part of the engine
+    assert sum(lines.values()) - lines["demo.py"] - lines["trace.py"] <= 1940
     assert count(ROOT / "bench.py")[0] <= 402
 
 
@@ -84,7 +90,8 @@ def test_import_order_is_reading_order():
     read = []
     for name in ["arguments.py", "text.py", "sequence.py", "block_manager.py", "metrics.py",
                  "proposals.py", "scheduler.py", "attention.py", "cpu.py", "parallel.py",
-                 "config.py", "layers.py", "sampler.py", "model_runner.py", "engine.py"]:
+                 "config.py", "layers.py", "sampler.py", "model_runner.py", "engine.py",
+                 "trace.py"]:
         assert imported(name) <= set(read), name
         read.append(name)
     assert not imported("demo.py")
@@ -115,3 +122,76 @@ def test_commands_and_settings():
     assert {"nanopage", "tests", "bench.py", "example.py", "README.md"} <= top
     assert top <= {"nanopage", "tests", "bench.py", "example.py", "README.md", "LICENSE",
                    "pyproject.toml", "docs", "nanopage.egg-info", "build"}
+
+
+# ---- the course ------------------------------------------------------------------------------
+
+
+def names_in(path):
+    """Functions, classes and their members, as README names them: Class.member."""
+    names = set()
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        for member in node.body if isinstance(node, ast.ClassDef) else []:
+            if isinstance(member, ast.FunctionDef):
+                names.add(f"{node.name}.{member.name}")
+            if isinstance(member, ast.AnnAssign):
+                names.add(f"{node.name}.{member.target.id}")
+    return names
+
+
+def test_every_name_in_the_readme_exists():
+    references = set(re.findall(r"`(\w+\.py)::([\w.]+)`", README))
+    assert len(references) > 80
+    for file, name in references:
+        folder = ROOT / "tests" if file.startswith("test_") else PACKAGE
+        path = folder / file if (folder / file).is_file() else ROOT / file
+        assert name in names_in(path), f"{file}::{name}"
+    for path in re.findall(r"\btests/\w+\.py\b", README):
+        assert (ROOT / path).is_file(), path
+
+
+def test_the_trace_in_the_readme_is_what_the_command_prints(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["example.py", "--trace"])
+    runpy.run_path(str(ROOT / "example.py"), run_name="__main__")
+    pieces = re.findall(r"^```trace\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+    assert len(pieces) == 5 and "".join(pieces) == capsys.readouterr().out
+
+
+def test_each_chapter_has_its_code_trace_measure_and_test():
+    course = README.partition("\n## The course\n")[2].partition("\n## ")[0]
+    chapters = re.split(r"^### \d\. ", course, flags=re.MULTILINE)[1:]
+    assert len(chapters) == 7
+    for chapter in chapters:
+        for part in ("Code", "Trace", "Measure", "Test"):
+            assert re.search(rf"^- {part}\b", chapter, flags=re.MULTILINE), (chapter, part)
+        assert "`python bench.py" in chapter and re.search(r"- Test: `test_\w+\.py::", chapter)
+
+
+def test_bench_commands():
+    parser = runpy.run_path(str(ROOT / "bench.py"))["make_parser"]()
+    commands = re.findall(r"`python bench\.py\s*([^`]*)`", README)
+    assert len(commands) > 15
+    for command in commands:
+        parser.parse_args(shlex.split(command))  # exits where an option is unknown
+
+
+def test_break_it_is_the_table_of_mutations():
+    assert f"\n{test_break_it.table()}\n" in README
+    assert len(test_break_it.MUTATIONS) >= 12
+
+
+def test_glossary_and_exercises():
+    glossary = README.partition("\n## Glossary\n")[2].partition("\n## ")[0]
+    words = re.findall(r"^\| (.+?) \| .+ \| `\w+\.py::[\w.]+` \|$", glossary, flags=re.MULTILINE)
+    for word in ("sequence", "request", "prompt", "completion", "KV cache", "block (page)",
+                 "block size", "block table", "slot", "slot mapping", "prefix caching",
+                 "copy-on-write", "preemption", "chunked prefill", "token budget",
+                 "speculative decoding", "draft", "acceptance", "parallel sampling", "beam width",
+                 "TTFT", "ITL"):
+        assert word in words, word
+    exercises = README.partition("\n## Exercises\n")[2].partition("\n## ")[0]
+    parts = re.split(r"^\d\. ", exercises, flags=re.MULTILINE)[1:]
+    assert len(parts) == 5
+    assert all(re.search(r"tests/|test_\w+\.py::|`python bench", part) for part in parts)

@@ -165,6 +165,19 @@ def test_newcomers_leave_room_to_the_running(r_model, monkeypatch):
     assert num_computed[1] < 0.9 * num_computed[0], num_computed
 
 
+def test_a_newcomer_that_would_fill_the_pool_waits(r_model):
+    """Let in without a reserve, it is preempted at once: nobody has a block to grow into."""
+    llm = make_engine(r_model, num_blocks=10)
+    prompts = prompts_of([4, 32])
+    for prompt in prompts:
+        llm.add_request(prompt, SamplingParams(temperature=0, max_tokens=8))
+        llm.step()
+    while llm.has_unfinished_requests():
+        llm.step()
+    assert llm.metrics().num_preemptions == 0
+    check_idle(llm)
+
+
 def count_tokens(llm):
     """The number of tokens of each step from now on."""
     num_tokens, execute = [], llm.model_runner.execute
