@@ -7,8 +7,11 @@
     python bench.py sharing               blocks saved by parallel sampling and beam search
     python bench.py speculation           prompt lookup, where it wins and where it loses
     python bench.py host                  the cost of scheduling alone
+    python bench.py growth                a decode step and its parts as sequences grow
+    python bench.py pictures              the pool block by block, and what reserving wastes: docs/
 
-Without --model it is SmolLM2-135M-Instruct. All workloads are seeded.
+Without --model it is SmolLM2-135M-Instruct; qwen3-0.6b-random is made on the spot: nano-vllm's
+benchmark model, with random weights. All workloads are seeded.
 """
 
 import argparse
@@ -68,6 +71,8 @@ class Run:
     def __init__(self, llm, prompts: list, params: list) -> None:
         self.times: dict[str, list[float]] = {}
         self.steps: list[dict] = []
+        self.slots = [(0, 0)]  # allocated, and empty ones of them, summed over the steps
+        self.tables: list[list[tuple[str, list[int]]]] = []  # of each step, with whose it is
         self.num_in, self.num_out = sum(map(len, prompts)), 0
         start = time.perf_counter()
         for prompt, param in zip(prompts, params, strict=True):
@@ -84,6 +89,9 @@ class Run:
                 "used": metrics.num_used_blocks, "preempted": metrics.num_preemptions,
                 "cached": sum(block.ref_count == 0 for block in cached),
                 "running": len(scheduler.running), "waiting": len(scheduler.waiting)})
+            self.slots.append((metrics.num_allocated_slots, metrics.num_empty_slots))
+            self.tables.append([(seq.request.request_id, list(seq.block_table))
+                                for seq in scheduler.running])
         self.seconds, self.metrics = time.perf_counter() - start, llm.metrics()
         self.rate = self.num_out / self.seconds
 
@@ -120,17 +128,20 @@ def measure_rates(dtype_name: str) -> tuple[float, float]:
     return flops, bandwidth
 
 
-def ceiling_seconds(llm, run: Run, workload: list, flops: float, bandwidth: float) -> float:
-    """What matrix products, weights and the KV cache alone would take at these rates."""
+def ceiling_seconds(llm, num_in: int, num_out: int, num_steps: int, num_read: float,
+                    flops: float, bandwidth: float) -> float:
+    """What matrix products, weights and the KV cache alone would take at these rates.
+
+    num_read: how often the K and V of a token are read.
+    """
     config, pool = llm.model_runner.hf_config, llm.model_runner.kv_cache
     heads = config.num_attention_heads + config.num_key_value_heads
     per_layer = 2 * heads * config.head_dim + 3 * config.intermediate_size
     decoder = config.num_hidden_layers * config.hidden_size * per_layer
     head = config.hidden_size * config.vocab_size
-    products = 2 * (decoder * (run.num_in + run.num_out) + head * run.num_out) / flops
-    weights = len(run.steps) * (decoder + head) * pool.itemsize / bandwidth
+    products = 2 * (decoder * (num_in + num_out) + head * num_out) / flops
+    weights = num_steps * (decoder + head) * pool.itemsize / bandwidth
     bytes_per_token = pool.nbytes / pool.shape[2] / llm.config.block_size
-    num_read = sum(n * len(p) + n * n / 2 for p, n in workload)  # each token reads all before it
     return max(products, weights) + num_read * bytes_per_token / bandwidth
 
 
@@ -141,7 +152,8 @@ def bench_throughput(args: argparse.Namespace) -> Iterator[dict]:
     rates = measure_rates(str(llm.config.dtype).removeprefix("torch."))
     run = Run(llm, [prompt for prompt, _ in workload],
               params_of(workload, SamplingParams, args.temperature))
-    ceiling = ceiling_seconds(llm, run, workload, *rates)
+    num_read = sum(n * len(p) + n * n / 2 for p, n in workload)  # each token reads all before it
+    ceiling = ceiling_seconds(llm, run.num_in, run.num_out, len(run.steps), num_read, *rates)
     yield {"engine": "nanopage", **run.row(), "of ceiling %": 100 * ceiling / run.seconds}
     if args.plot:
         plot(run, args.plot)
@@ -155,7 +167,7 @@ def plot(run: Run, file: str) -> None:
     total = run.metrics.num_blocks
     held = [u + c for u, c in zip(used, cached, strict=True)]
     free = [min(total, 2 * max(held)) - blocks for blocks in held]
-    figure = Figure(figsize=(9, 5))
+    figure = Figure(figsize=(9, 5), facecolor="white")
     blocks, queues = figure.subplots(2, 1, sharex=True)
     figure.suptitle("The pool and the queues, step by step")
     blocks.stackplot(range(len(used)), used, cached, free, labels=["used", "cached", "free"],
@@ -169,6 +181,10 @@ def plot(run: Run, file: str) -> None:
     for axes in (blocks, queues):
         axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
         axes.margins(x=0)
+    save(figure, file)
+
+
+def save(figure, file: str) -> None:
     figure.tight_layout()
     figure.savefig(file, dpi=120)
     print(f"wrote {file}")
@@ -221,7 +237,65 @@ def worker_hf(args: argparse.Namespace) -> tuple[int, float]:
     return sum(length for _, length in workload), time.perf_counter() - start
 
 
-PACKAGES = {"nanopage": "nanopage", "hf": "transformers", "vllm": "vllm", "nanovllm": "nanovllm"}
+def worker_hf_continuous(args: argparse.Namespace) -> tuple[int, float]:
+    """transformers' own continuous batching, which pages as well."""
+    import torch
+    from transformers import AutoModelForCausalLM, GenerationConfig
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(
+        args.model, dtype=getattr(torch, args.dtype)).to(device).eval()
+    workload = make_workload(args)
+    config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+
+    def run(batch):
+        with torch.no_grad(), model.continuous_batching_context_manager(config) as manager:
+            for prompt, length in batch:
+                manager.add_request(prompt, max_new_tokens=length)
+            results = []
+            while len(results) < len(batch) and manager.is_running():
+                result = manager.get_result(timeout=1)
+                results += [result] if result and result.is_finished() else []
+        return sum(len(result.generated_tokens) for result in results)
+
+    run([([1, 2, 3], 2)])
+    start = time.perf_counter()
+    num_tokens = run(workload)
+    return num_tokens, time.perf_counter() - start
+
+
+def worker_openvino(args: argparse.Namespace) -> tuple[int, float]:
+    """OpenVINO GenAI's continuous batching; optimum-intel exports the model once."""
+    import numpy as np
+    import openvino
+    import openvino_genai as genai
+    folder = Path(args.model).with_name(Path(args.model).name + "-openvino")
+    if not folder.is_dir():
+        subprocess.run(["optimum-cli", "export", "openvino", "--model", args.model, "--task",
+                        "text-generation-with-past", "--weight-format", "fp16", str(folder)],
+                       check=True, env={**os.environ, "PATH": str(Path(sys.executable).parent)
+                                        + os.pathsep + os.environ["PATH"]})
+    scheduler = genai.SchedulerConfig()
+    scheduler.cache_size, scheduler.max_num_seqs = 4, args.num_seqs
+    precision = {"bfloat16": "bf16", "float32": "f32", "float16": "f16"}[args.dtype]
+    pipeline = genai.ContinuousBatchingPipeline(
+        str(folder), scheduler, "CPU", {"INFERENCE_PRECISION_HINT": precision})
+
+    def run(batch):
+        configs = [genai.GenerationConfig(max_new_tokens=length, ignore_eos=True)
+                   for _, length in batch]
+        prompts = [openvino.Tensor(np.array([prompt])) for prompt, _ in batch]
+        results = pipeline.generate(prompts, configs)
+        return sum(len(result.m_generation_ids[0]) for result in results)
+
+    run([([1, 2, 3], 2)])
+    workload, start = make_workload(args), time.perf_counter()
+    num_tokens = run(workload)
+    return num_tokens, time.perf_counter() - start
+
+
+PACKAGES = {"nanopage": "nanopage", "hf": "transformers", "hf-continuous": "transformers",
+            "openvino": "openvino_genai", "vllm": "vllm", "nanovllm": "nanovllm"}
+WORKERS = {"hf": worker_hf, "hf-continuous": worker_hf_continuous, "openvino": worker_openvino}
 
 
 def bench_compare(args: argparse.Namespace) -> Iterator[dict]:
@@ -250,7 +324,7 @@ def bench_compare(args: argparse.Namespace) -> Iterator[dict]:
 
 
 def python_of(name: str, args: argparse.Namespace) -> str:
-    return args.vllm_python if name == "vllm" and args.vllm_python else sys.executable
+    return getattr(args, f"{name}_python", None) or sys.executable
 
 
 def run_worker(name: str, args: argparse.Namespace) -> dict:
@@ -447,6 +521,154 @@ def bench_host(args: argparse.Namespace) -> Iterator[dict]:
         yield {"look-up": name, "us": 1e6 * min(times)}
 
 
+# ---- growth ----------------------------------------------------------------------------------
+
+
+def make_random_qwen() -> str:
+    """A checkpoint of Qwen3-0.6B's shape, kept beside the demo model; it has no tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+
+    from nanopage import demo
+    folder = demo.model_path().with_name("qwen3-0.6b-random")
+    if not folder.is_dir():
+        torch.manual_seed(0)
+        config = Qwen3Config(
+            vocab_size=151936, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+            num_attention_heads=16, num_key_value_heads=8, head_dim=128, eos_token_id=None,
+            max_position_embeddings=40960, tie_word_embeddings=True, rope_theta=1e6)
+        AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return str(folder)
+
+
+def bench_growth(args: argparse.Namespace) -> Iterator[dict]:
+    """A decode step and its parts, in ms, medians of 9; beside them what the ceiling allows.
+
+    Inputs: from the batch to the device. Sampling: from hidden states to tokens.
+    """
+    from nanopage import SamplingParams
+    shapes = [(n, 256) for n in (1, 4, 16, 64, 256)]
+    shapes += [(16, length) for length in (1024, 2048, 4096, 8192)]
+    llm = make_llm(args, max_num_seqs=256, num_blocks=16 * 8192 // 32 + 256, block_size=32,
+                   max_num_batched_tokens=2048, enable_prefix_caching=False, enforce_eager=True)
+    rates = measure_rates(str(llm.config.dtype).removeprefix("torch."))
+    scheduler, runner, marks = llm.scheduler, llm.model_runner, []
+    runner.model.register_forward_pre_hook(lambda *_: marks.append(time.perf_counter()))
+    runner.model.register_forward_hook(lambda *_: marks.append(time.perf_counter()))
+    for num_seqs, length in shapes:
+        num_steps = 9
+        prompt, params = [7] * (length - num_steps - 1), SamplingParams(
+            temperature=0, ignore_eos=True, max_tokens=num_steps + 2)
+        ids = [llm.add_request(prompt, params) for _ in range(num_seqs)]
+        while len(scheduler.running) < num_seqs or scheduler.running[-1].num_generated_tokens == 0:
+            llm.step()
+        parts = []
+        for _ in range(num_steps):
+            marks[:] = [time.perf_counter()]
+            batch = scheduler.schedule()
+            marks.append(time.perf_counter())
+            samples = runner.execute(batch)
+            marks.append(time.perf_counter())
+            scheduler.update(batch, samples)
+            times = [*marks, time.perf_counter()]
+            parts.append([times[1] - times[0] + times[5] - times[4], times[2] - times[1],
+                          times[3] - times[2], times[4] - times[3]])
+        for request_id in ids:
+            llm.abort(request_id)
+        schedule, inputs, forward, sampling = (1000 * median(part) for part in zip(*parts))
+        yield {"running": num_seqs, "tokens each": length,
+               "step": 1000 * median(map(sum, parts)), "schedule + update": schedule,
+               "inputs": inputs, "forward": forward, "sampling": sampling,
+               "ceiling": 1000 * ceiling_seconds(llm, 0, num_seqs, 1, num_seqs * length, *rates)}
+
+
+def plot_growth(rows: list[dict], file: str) -> None:
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(9, 4), facecolor="white")
+    for axes, fixed, moving in zip(figure.subplots(1, 2, sharey=True),
+                                   ("tokens each", "running"), ("running", "tokens each")):
+        value = {"tokens each": 256, "running": 16}[fixed]
+        chosen = sorted((row for row in rows if row[fixed] == value), key=lambda row: row[moving])
+        for part, style in (("step", "k-o"), ("ceiling", "k--"), ("forward", "C0-"),
+                            ("sampling", "C1-."), ("inputs", "C2:"), ("schedule + update", "C3:")):
+            axes.loglog([row[moving] for row in chosen], [row[part] for row in chosen], style,
+                        label=part)
+        axes.set(xlabel=f"{moving} ({fixed}: {value})", ylabel="ms")
+        axes.grid(alpha=0.3)
+    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    save(figure, file)
+
+
+# ---- pictures --------------------------------------------------------------------------------
+
+
+def bench_pictures(args: argparse.Namespace) -> Iterator[dict]:
+    """The pool block by block, and contiguous reservation beside pages, on the same requests."""
+    from nanopage import SamplingParams
+    args.input_len, args.output_len, args.num_seqs = (8, 64), (8, 128), 16
+    workload, runs = make_workload(args), {}
+    for name, block_size in (("contiguous reservation", 192), ("pages of 16", 16)):
+        llm = make_llm(args, block_size=block_size, num_blocks=8 * 192 // block_size,
+                       max_model_len=192, enable_prefix_caching=False)
+        runs[name] = run = Run(llm, [prompt for prompt, _ in workload],
+                               params_of(workload, SamplingParams))
+        yield {"cache": name, **run.row()}
+    plot_reservation(runs, 8 * 192, "docs/reservation.png")
+    llm = make_llm(args, block_size=16, num_blocks=48)
+    prompts = [[5] * 40 + prompt for prompt, _ in workload[:6]]
+    params = [SamplingParams(n=1 + i % 3, seed=i, ignore_eos=True, max_tokens=40 + 10 * i)
+              for i in range(6)]
+    run = Run(llm, prompts, params)
+    yield {"cache": "a common beginning, n up to 3", **run.row()}
+    plot_pool(run, "docs/pool.png")
+
+
+def plot_reservation(runs: dict[str, Run], num_slots: int, file: str) -> None:
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=(9, 5), facecolor="white")
+    for axes, (name, run) in zip(figure.subplots(2, 1, sharex=True, sharey=True), runs.items()):
+        allocated, empty = ([b - a for a, b in itertools.pairwise(column)]
+                            for column in zip(*run.slots))
+        held = [a - e for a, e in zip(allocated, empty)]
+        free = [num_slots - a for a in allocated]
+        areas = axes.stackplot(range(len(held)), held, empty, free, edgecolor="k", linewidth=0.3,
+                               labels=["hold a token", "reserved, empty", "free"],
+                               colors=["#2a6f97", "#e9c46a", "#f1f1f1"])
+        areas[1].set_hatch("///")
+        axes.set(title=name, ylabel="slots")
+        axes.margins(x=0)
+        axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
+    axes.set_xlabel("step")
+    save(figure, file)
+
+
+def plot_pool(run: Run, file: str) -> None:
+    """Block by block over the steps: one colour a request, hatched where several tables name it."""
+    import numpy as np
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+    requests = sorted({name for tables in run.tables for name, _ in tables}, key=int)
+    owners = np.full((run.metrics.num_blocks + 1, len(run.tables)), np.nan)
+    holders = np.zeros_like(owners)
+    for step, tables in enumerate(run.tables):
+        for name, table in tables:
+            owners[table, step] = requests.index(name)
+            holders[table, step] += 1
+    figure = Figure(figsize=(9, 4.5), facecolor="white")
+    axes = figure.subplots()
+    colors = colormaps["viridis"].resampled(len(requests))
+    axes.imshow(owners, aspect="auto", interpolation="nearest", cmap=colors, vmin=0,
+                vmax=len(requests) - 1, origin="lower")
+    axes.contourf(holders > 1, levels=[0.5, 1.5], hatches=["xxx"], colors="none")
+    axes.set(title="The pool, block by block", xlabel="step", ylabel="block")
+    patches = [Patch(facecolor=colors(i), label=f"request {name}")
+               for i, name in enumerate(requests)]
+    patches.append(Patch(facecolor="white", edgecolor="k", hatch="xxx", label="shared"))
+    axes.legend(handles=patches, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    save(figure, file)
+
+
 # ---- the command line ------------------------------------------------------------------------
 
 
@@ -473,7 +695,7 @@ def length_range(text: str) -> tuple[int, int]:
 
 MODES = {"throughput": bench_throughput, "fragmentation": bench_fragmentation,
          "prefix": bench_prefix, "sharing": bench_sharing, "speculation": bench_speculation,
-         "host": bench_host}
+         "host": bench_host, "growth": bench_growth, "pictures": bench_pictures}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -493,7 +715,9 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeat", type=int, default=3, help="runs of each (default: 3)")
     parser.add_argument("--compare", nargs="+", choices=list(PACKAGES)[1:],
                         help="peers to run in turn with this engine")
-    parser.add_argument("--vllm-python", metavar="PATH", help="interpreter of vLLM's environment")
+    for name in ("vllm", "openvino"):
+        parser.add_argument(f"--{name}-python", metavar="PATH",
+                            help=f"interpreter of {name}'s environment")
     parser.add_argument("--plot", metavar="FILE.png",
                         help='a picture of the run (needs the extra "plot")')
     parser.add_argument("--json", metavar="FILE", help="write all figures to FILE")
@@ -513,14 +737,16 @@ def main() -> None:
     args = parser.parse_args()
     if args.worker:
         args = argparse.Namespace(**json.loads(args.worker))
-        worker = worker_hf if args.engine == "hf" else worker_vllm_api
+        worker = WORKERS.get(args.engine, worker_vllm_api)
         print("RESULT " + json.dumps(worker(args)), flush=True)
         return
-    if args.plot and not importlib.util.find_spec("matplotlib"):
-        parser.error('--plot needs matplotlib: pip install "nanopage[plot]"')
+    if (args.plot or args.mode == "pictures") and not importlib.util.find_spec("matplotlib"):
+        parser.error('pictures need matplotlib: pip install "nanopage[plot]"')
     if args.model is None:
         from nanopage import demo
         args.model = str(demo.model_path())
+    if args.model == "qwen3-0.6b-random":
+        args.model = make_random_qwen()
     start, rows = time.perf_counter(), []
     bench = bench_compare if args.compare else MODES[args.mode]
     for row in bench(args):
@@ -529,6 +755,8 @@ def main() -> None:
     print(f"\n{inspect.getdoc(bench)}\n")
     print_table(rows)
     print(f"\n{time.perf_counter() - start:.1f} s in all")
+    if args.mode == "growth" and args.plot:
+        plot_growth(rows, args.plot)
     if args.json:
         Path(args.json).write_text(json.dumps(rows, indent=1))
 
