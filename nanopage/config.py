@@ -145,24 +145,26 @@ def choose_backend(wanted: Any, device: torch.device, dtype: torch.dtype, head_d
     """
     is_known = wanted in ("auto", *BACKENDS)
     require(is_known, "attention_backend", wanted, f"'auto' or one of {', '.join(BACKENDS)}")
-    kernels_lack = [demand for demand, is_met in (
-        (f"a CUDA device of compute capability 8.0 or later, not {device}", has_kernels(device)),
-        (f"float16 or bfloat16, not {dtype}", dtype in (torch.float16, torch.bfloat16)),
-        (f"head_dim up to 256, a multiple of 8, not {head_dim}", head_dim in range(8, 257, 8)),
-        (f"block_size a multiple of 256, not {block_size}", block_size % 256 == 0)) if not is_met]
-    cpu_lacks = [] if device.type == "cpu" else [f"a CPU, not {device}"]
-    lacks = {"flash": kernels_lack, "varlen": kernels_lack, "cpu": cpu_lacks, "reference": []}
+    demands = {  # of the CUDA kernels
+        f"a CUDA device of compute capability 8.0 or later, not {device}": has_kernels(device),
+        f"float16 or bfloat16, not {dtype}": dtype in (torch.float16, torch.bfloat16),
+        f"head_dim up to 256, a multiple of 8, not {head_dim}": head_dim in range(8, 257, 8),
+        f"block_size a multiple of 256, not {block_size}": block_size % 256 == 0}
+    unmet = [demand for demand, is_met in demands.items() if not is_met]
     reasons: list[str] = []
     for name in BACKENDS if wanted == "auto" else [wanted]:
-        try:
-            if lacks[name]:
-                raise ImportError(f"it needs {lacks[name][0]}")
-            backend = BACKENDS[name]()  # a broken installation imports badly, so try it
-        except ImportError as error:
-            reasons.append(f"not {name}: {error}")
-        else:
-            logger.info("attention: %s", "; ".join([name, *reasons]))
-            return backend
+        lacks = unmet if name in ("flash", "varlen") else []
+        if name == "cpu" and device.type != "cpu":
+            lacks = [f"a CPU, not {device}"]
+        if not lacks:
+            try:
+                backend = BACKENDS[name]()
+            except ImportError as error:  # a broken installation imports badly, so try it
+                lacks = [f"to import, but {error}"]
+            else:
+                logger.info("attention: %s", "; ".join([name, *reasons]))
+                return backend
+        reasons.append(f"not {name}: it needs {lacks[0]}")
     raise ValueError(f"attention_backend={wanted!r}: {'; '.join(reasons)}")
 
 

@@ -40,7 +40,7 @@ def test_kernel_branches(model_dir, kernels, backend, family, changes):
     path = model_dir(family, vocab_size=16, initializer_range=0.2, **changes)
     prompts = prompts_of([3, 250, 257, 9], vocab=16)
     options = dict(block_size=256, num_blocks=12, dtype="bfloat16", max_num_batched_tokens=300)
-    for more in (dict(), dict(speculative_config=NGRAM)):
+    for more in (dict(), dict(speculative_config=NGRAM, max_num_seqs=4)):  # so few always draft
         params = [SamplingParams(temperature=0, max_tokens=7, logprobs=3)] * 3 + [
             SamplingParams(n=3, seed=1, max_tokens=5, logprobs=3)]
         expected = make_engine(path, **options, **more).generate(prompts, params, use_tqdm=False)
