@@ -92,7 +92,8 @@ def add(llm, prompt, params, priority=0):
     """Queue a request of either kind for `step`."""
     if isinstance(params, SamplingParams):
         return llm.add_request(prompt, params, priority)
-    request, = llm._make_beam_requests([prompt], params)
+    sampling_params = params.to_sampling_params(len(llm.end_token_ids))
+    request = llm._make_request(prompt, sampling_params, beams=params)
     llm.requests[request.request_id] = request
     llm.scheduler.add(request)
     return request.request_id
