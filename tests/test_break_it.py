@@ -8,13 +8,14 @@ import os
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-pytestmark = [pytest.mark.break_it, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.break_it, pytest.mark.timeout(240)]
 
 
 class Mutation(NamedTuple):
@@ -115,41 +116,47 @@ def table():
                       "| --- | --- | --- | --- |", *rows])
 
 
-@pytest.fixture
-def run_tests(tmp_path):
-    """run_tests(names): pytest on a copy of the package and of the tests; returns what it ran."""
+def run_copy(folder, mutation, names):
+    """The named tests on a copy of package and tests, with one change or none."""
     ignored = shutil.ignore_patterns("__pycache__")
-    for folder in ("nanopage", "tests"):
-        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for part in ("nanopage", "tests"):
+        shutil.copytree(ROOT / part, folder / part, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    if mutation is not None:
+        file = folder / "nanopage" / mutation.file
+        source = file.read_text()
+        assert source.count(mutation.old) == 1, f"{mutation.old} must stand once in the file"
+        file.write_text(source.replace(mutation.old, mutation.new))
+    check = "import sys, nanopage, pytest; assert nanopage.__file__.startswith(sys.argv[1]); "
+    return subprocess.run(
+        [sys.executable, "-c", check + "sys.exit(pytest.main(sys.argv[2:]))", str(folder),
+         "-q", "-p", "no:cacheprovider", *(f"tests/{name}" for name in names)],
+        cwd=folder, env={**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True)
 
-    def run(*names):
-        check = "import sys, nanopage, pytest; assert nanopage.__file__.startswith(sys.argv[1]); "
-        return subprocess.run(
-            [sys.executable, "-c", check + "sys.exit(pytest.main(sys.argv[2:]))", str(tmp_path),
-             "-q", "-p", "no:cacheprovider", *(f"tests/{name}" for name in names)],
-            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)}, capture_output=True,
-            text=True)
 
-    return run
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """What came of each mutation, and last of none; as many at once as there are cores."""
+    names = list(dict.fromkeys(mutation.test for mutation in MUTATIONS))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        runs = [pool.submit(run_copy, tmp_path_factory.mktemp("copy"), None, names)]
+        runs += [pool.submit(run_copy, tmp_path_factory.mktemp("copy"), mutation, [mutation.test])
+                 for mutation in MUTATIONS]
+        unchanged, *mutated = [run.result() for run in runs]
+    return [*mutated, unchanged]
 
 
-def test_without_mutations_all_pass(run_tests):
-    result = run_tests(*dict.fromkeys(mutation.test for mutation in MUTATIONS))
-    assert result.returncode == 0, result.stdout + result.stderr
+def test_without_mutations_all_pass(results):
+    assert results[-1].returncode == 0, results[-1].stdout + results[-1].stderr
 
 
 @pytest.mark.parametrize("number", range(len(MUTATIONS)))
-def test_each_is_noticed(run_tests, tmp_path, number):
-    mutation = MUTATIONS[number]
-    file = tmp_path / "nanopage" / mutation.file
-    source = file.read_text()
-    assert source.count(mutation.old) == 1, "this text must stand once in the file"
-    file.write_text(source.replace(mutation.old, mutation.new))
-    result = run_tests(mutation.test)
+def test_each_is_noticed(results, number):
+    result = results[number]
     # 1: tests ran and failed; a file that cannot be imported gives another status.
     assert result.returncode == 1, result.stdout + result.stderr
-    assert f"FAILED tests/{mutation.test}" in result.stdout, result.stdout
+    assert f"FAILED tests/{MUTATIONS[number].test}" in result.stdout, result.stdout
 
 
 if __name__ == "__main__":
