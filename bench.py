@@ -112,7 +112,7 @@ def measure_rates(dtype_name: str) -> tuple[float, float]:
     import torch
     device = "cuda" if torch.cuda.is_available() else "cpu"
     a = torch.randn(1024, 1024, device=device).to(getattr(torch, dtype_name))
-    x = torch.zeros(256 << 20, dtype=torch.uint8, device=device)
+    x, y = torch.ones(2, 256 << 20, dtype=torch.uint8, device=device)
 
     def seconds(function) -> float:
         start = time.perf_counter()
@@ -122,7 +122,7 @@ def measure_rates(dtype_name: str) -> tuple[float, float]:
         return time.perf_counter() - start
 
     flops = 2 * 1024**3 / min(seconds(lambda: a @ a) for _ in range(5))
-    bandwidth = 2 * x.nbytes / min(seconds(x.clone) for _ in range(5))
+    bandwidth = 2 * x.nbytes / min(seconds(lambda: y.copy_(x)) for _ in range(5))
     print(f"Ceiling of the {device}: {dtype_name} {flops / 1e9:,.0f} GFLOP/s, copying memory "
           f"{bandwidth / 1e9:,.1f} GB/s")
     return flops, bandwidth
@@ -553,6 +553,7 @@ def bench_growth(args: argparse.Namespace) -> Iterator[dict]:
                    max_num_batched_tokens=2048, enable_prefix_caching=False, enforce_eager=True)
     rates = measure_rates(str(llm.config.dtype).removeprefix("torch."))
     scheduler, runner, marks = llm.scheduler, llm.model_runner, []
+    runner.kv_cache.fill_(1)  # untouched pages are all the same page of zeros, and read too fast
     runner.model.register_forward_pre_hook(lambda *_: marks.append(time.perf_counter()))
     runner.model.register_forward_hook(lambda *_: marks.append(time.perf_counter()))
     for num_seqs, length in shapes:
@@ -560,7 +561,7 @@ def bench_growth(args: argparse.Namespace) -> Iterator[dict]:
         prompt, params = [7] * (length - num_steps - 1), SamplingParams(
             temperature=0, ignore_eos=True, max_tokens=num_steps + 2)
         ids = [llm.add_request(prompt, params) for _ in range(num_seqs)]
-        for request_id in ids:  # all but the last token count as computed: zeros take as long
+        for request_id in ids:  # all but the last token count as computed: ones take as long
             seq = llm.requests[request_id].sequences[0]
             scheduler.block_manager.extend(seq, len(prompt) - 1)
             seq.num_computed_tokens = len(prompt) - 1
