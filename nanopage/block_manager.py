@@ -116,6 +116,7 @@ class BlockManager:
         if self.must_copy(seq):
             index, own = seq.num_computed_tokens // self.block_size, self._take()
             copies.append((seq.block_table[index], own.block_id))
+            # Whoever takes it in this step writes only after all copies have read.
             self._release(self.blocks[seq.block_table[index]])
             seq.block_table[index] = own.block_id
         self.extend(seq, end)

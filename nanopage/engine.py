@@ -55,7 +55,7 @@ class LLM:
         names = [entry.name for entry in fields(EngineConfig)]
         unknown = sorted(set(options) - set(names))
         if unknown:
-            raise TypeError(f"unknown {unknown}: LLM takes model, {', '.join(names)}")
+            raise TypeError(f"unknown {unknown}: LLM takes model, {', '.join(reversed(names))}")
         config = EngineConfig(**options)
         self.drafter = config.drafter
         self.rank = connect(config.tensor_parallel_size)

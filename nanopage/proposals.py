@@ -14,7 +14,7 @@ Next: scheduler.py, which computes what is proposed.
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from nanopage.arguments import Checked, between, neutral, require
 from nanopage.sequence import Request, SamplingParams, Sequence
@@ -34,6 +34,7 @@ class PromptLookup(Checked):
     model: Any = neutral(None, "ngram", "[ngram]", instead="drafts from the text itself")
     prompt_lookup_min: int | None = between(1, default=None)
     prompt_lookup_max: int | None = between(1, default=None)
+    few: ClassVar[int] = 4  # so many sequences always draft
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,7 +67,7 @@ class PromptLookup(Checked):
         found = (notes.index.get(tuple(token_ids[-n:])) for n in self.sizes)
         start = next((end for end in found if end is not None), len(token_ids))
         notes.guess = token_ids[start:start + self.num_speculative_tokens]
-        return notes.guess[:most] if notes.streak >= num_running - 4 else []
+        return notes.guess[:most] if notes.streak >= num_running - self.few else []
 
 
 @dataclass

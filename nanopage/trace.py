@@ -3,7 +3,7 @@
 A leaf, for readers: `python example.py --trace` prints a story of ten steps that can be followed
 with pencil and paper. README.md tells it chapter by chapter, and a test compares the two.
 
-Invariants: the engine is the real one, driven by the three lines of `LLM.step` and only looked at
+Invariants: the engine is the real one, driven by the three lines of `LLM._step` and only looked at
 between them; the same is printed on every machine, for the model knows nothing but the alphabet.
 
 Next: block_manager.py, which does most of what is seen here.
@@ -55,7 +55,7 @@ def show_plan(llm: LLM, batch: Batch) -> None:
         start, drafts = seq.num_computed_tokens, spell(seq.draft_token_ids)
         end, text = start + seq.num_scheduled_tokens - len(drafts), spell(seq.token_ids)
         kind = "hit" if start and seq in batch.admitted else "chunk" if end < len(text) else (
-            "decode" if seq.num_generated_tokens else "prompt")
+            "decode" if start >= seq.num_prompt_tokens else "prompt")
         line = f"{text[:start]}[{text[start:end]}{'+' * bool(drafts)}{drafts}]{text[end:]}"
         print(f"  {name(seq):2} {seq.num_scheduled_tokens} {kind:6}  {line:17} ",
               *(f"{i}:{llm.scheduler.block_manager.blocks[i].ref_count}" for i in seq.block_table))
