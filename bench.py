@@ -71,7 +71,8 @@ class Run:
     def __init__(self, llm, prompts: list, params: list) -> None:
         self.times: dict[str, list[float]] = {}
         self.steps: list[dict] = []
-        self.slots = [(0, 0)]  # allocated, and empty ones of them, summed over the steps
+        before = llm.metrics()  # allocated slots, and empty ones of them, summed over the steps
+        self.slots = [(before.num_allocated_slots, before.num_empty_slots)]
         self.tables: list[list[tuple[str, list[int]]]] = []  # of each step, with whose it is
         self.num_in, self.num_out = sum(map(len, prompts)), 0
         start = time.perf_counter()
@@ -598,6 +599,8 @@ def plot_growth(rows: list[dict], file: str) -> None:
             axes.loglog([row[moving] for row in chosen], [row[part] for row in chosen], style,
                         label=part)
         axes.set(xlabel=f"{moving} ({fixed}: {value})", ylabel="ms")
+        axes.set_xticks([row[moving] for row in chosen], [row[moving] for row in chosen])
+        axes.minorticks_off()
         axes.grid(alpha=0.3)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5))
     save(figure, file)
