@@ -1,6 +1,6 @@
 """What may a caller give?
 
-A leaf: limits stand beside defaults, and one sentence says every refusal. Scripts that were written
+A leaf: limits stand beside defaults, and `require` says the refusals. Scripts that were written
 for vLLM carry arguments along that mean nothing here. Two tables name them: at its neutral value
 such an argument is accepted, since it changes nothing, and any other value is refused, never
 ignored.
@@ -27,7 +27,7 @@ def check_number(name: str, value: Any, low: float, high: float = math.inf, *,
     """Raise ValueError, naming the argument, unless `value` is a number in [low, high]."""
     is_number = isinstance(value, Integral if integer else Real) and not isinstance(value, bool)
     # A NaN compares false, so it does not fit either.
-    require(is_number and low <= value <= high and not math.isinf(value), name, value,
+    require(is_number and low <= value <= high and abs(value) != math.inf, name, value,
             f"{'an integer' if integer else 'a number'} of at least {low} and at most {high}")
 
 
@@ -49,12 +49,14 @@ class Checked:
         for entry in fields(self):
             name, value, kind = entry.name, getattr(self, entry.name), str(entry.type)
             if value not in entry.metadata.get("neutral", [value]):
-                raise ValueError(f"{name}={value!r}: nanopage {entry.metadata['instead']}")
+                raise ValueError(f"{name}={value!r:.200}: nanopage {entry.metadata['instead']}")
             if value is None and ("None" in kind or entry.default is None):
                 continue
             require("bool" not in kind or isinstance(value, bool), name, value, "True or False")
             if "limits" in entry.metadata:
                 check_number(name, value, *entry.metadata["limits"], integer="int" in kind)
+                # Numpy's numbers overflow where Python's do not; some of these classes are frozen.
+                object.__setattr__(self, name, int(value) if "int" in kind else float(value))
 
 
 # ---- what scripts for vLLM carry along ---------------------------------------------------------

@@ -10,7 +10,6 @@ Next: model_runner.py, which brings a step to the device.
 """
 
 import logging
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +58,7 @@ class EngineConfig(CarriedEngineArguments):
     device: Any = "auto"
     dtype: Any = "auto"
     block_size: int = between(1, 2**31 - 1, default=None)
-    num_gpu_blocks_override: int | None = between(1, default=None)
+    num_gpu_blocks_override: int | None = between(1, 2**31 - 1, default=None)
     num_blocks: int | None = between(1, 2**31 - 1, default=None)
     kv_cache_memory_bytes: int | None = between(1, default=None)
     max_model_len: int | None = between(2, default=None)
@@ -80,6 +79,8 @@ class EngineConfig(CarriedEngineArguments):
             if getattr(self, name) is None:  # as in vLLM; the dataclass is frozen for others
                 object.__setattr__(self, name, default)
         super().__post_init__()
+        require(self.num_gpu_blocks_override in (None, self.num_blocks), "num_gpu_blocks_override",
+                self.num_gpu_blocks_override, "the same as num_blocks where both are given")
         require(self.generation_config in ("auto", "vllm"), "generation_config",
                 self.generation_config, "'auto' or 'vllm'")
         is_name = isinstance(self.tokenizer, str | Path | None) and self.tokenizer != ""
@@ -110,10 +111,12 @@ class EngineConfig(CarriedEngineArguments):
 
 def choose_device(device: Any) -> torch.device:
     names = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
-    chosen = names[0] if device == "auto" else str(device)
-    is_known = re.fullmatch(rf"({'|'.join(names)})(:\d+)?", chosen) is not None
-    require(is_known, "device", device, f"'auto' or, here, one of {names}")
-    return torch.device(chosen)
+    try:
+        chosen = torch.device(names[0] if device == "auto" else device)
+    except (RuntimeError, TypeError, ValueError):
+        chosen = torch.device("meta")
+    require(chosen.type in names, "device", device, f"'auto' or, here, one of {names}")
+    return chosen
 
 
 def choose_dtype(dtype: Any, hf_config: Any, device: torch.device) -> torch.dtype:
@@ -192,7 +195,10 @@ class Checkpoint:
         self.tokenizer: Any = None
         if tokenizer is not None or any((path / name).is_file() for name in TOKENIZER_FILES):
             source = str(tokenizer or path)
-            self.tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+            try:
+                self.tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+            except Exception as error:  # of the hub's library or of a file that is no JSON
+                raise ValueError(f"tokenizer={source!r}: {error}") from error
             require(self.tokenizer.is_fast, "tokenizer", source, "one with a tokenizer.json")
         has_file = (path / "generation_config.json").is_file()
         generation = GenerationConfig.from_pretrained(path) if has_file else GenerationConfig()
@@ -201,9 +207,11 @@ class Checkpoint:
         for file in (self.tokenizer, self.hf_config, generation):
             named = getattr(file, "eos_token_id", None)
             ends += named if isinstance(named, list) else [named]
-        self.end_token_ids = frozenset(token_id for token_id in ends if token_id is not None)
-        for token_id in self.end_token_ids:
+        ends = [token_id for token_id in ends if token_id is not None]
+        for token_id in ends:
             check_number("eos_token_id", token_id, 0)
+        # One that the model cannot say ends nothing.
+        self.end_token_ids = frozenset(i for i in ends if i < self.hf_config.vocab_size)
         given = generation.to_diff_dict() if generation_config == "auto" else {}
         for name in given:
             if name.endswith("penalty"):
@@ -241,14 +249,14 @@ def find_directory(model: Any) -> Path:
 
 def check_supported(config: Any) -> None:
     """Raise ValueError, naming the setting, if the decoder would compute something else."""
-    rope = config.rope_parameters or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     window = getattr(config, "sliding_window", None)
     layer_types = {"full_attention", "sliding_attention"} if window else {"full_attention"}
     for name, is_supported, allowed in (
             ("architectures", set(config.architectures or ()) & set(ARCHITECTURES),
              f"one of {ARCHITECTURES}"),
             ("quantization_config", not getattr(config, "quantization_config", None), "absent"),
-            ("hidden_act", config.hidden_act == "silu", "'silu'"),
+            ("hidden_act", getattr(config, "hidden_act", None) == "silu", "'silu'"),
             ("rope_type", rope.get("rope_type") in ROPE_TYPES, f"one of {ROPE_TYPES}"),
             ("partial_rotary_factor", rope.get("partial_rotary_factor", 1) == 1, "1"),
             ("sliding_window", not (window and config.model_type == "llama"), "absent in Llama"),

@@ -24,6 +24,7 @@ from nanopage.attention import AttentionMetadata, Backend, attend_densely, causa
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (scaled q, K pool, V pool) -> as q
 
+
 class CpuAttention(Backend):
     """Paged attention that reads the pool where it lies.
 
@@ -188,8 +189,10 @@ def available_memory(root: Path = Path("/")) -> int:
     """Bytes of main memory that a process may take: what is free, and the container allows."""
     def read(file: str, name: str = "", default: float = math.inf) -> float:
         """The number behind a name in a file of the kernel's."""
-        path = root / file
-        found = re.search(rf"^{name}\D*(\d+)", path.read_text() if path.is_file() else "", re.M)
+        try:
+            found = re.search(rf"^{name}\D*(\d+)", (root / file).read_text(), re.M)
+        except (OSError, ValueError):  # there is none, or it may not be read
+            found = None
         return int(found[1]) if found else default
 
     half = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2  # where Linux is not

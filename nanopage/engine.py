@@ -128,7 +128,7 @@ class LLM:
     # ---- whole calls -------------------------------------------------------------------------
 
     def generate(self, prompts: Prompt,
-                 sampling_params: SamplingParams | list[SamplingParams] | None = None,
+                 sampling_params: SamplingParams | list[Any] | None = None,
                  use_tqdm: Progress = True, priority: list[int] | None = None,
                  lora_request: None = None) -> list[RequestOutput]:
         """Complete one prompt or many; returns a RequestOutput for each, in their order.
@@ -140,7 +140,7 @@ class LLM:
         prompts = as_list(prompts)
         require(lora_request is None, "lora_request", lora_request, "None")
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params or self.get_default_sampling_params()] * len(prompts)
+            sampling_params = [sampling_params] * len(prompts)
         priority = [0] * len(prompts) if priority is None else priority
         for name, values, kind in (("sampling_params", sampling_params, "a SamplingParams"),
                                    ("priority", priority, "None")):
@@ -230,8 +230,7 @@ class LLM:
         No text ends in half a character, and none is part of a stop string. The last output of
         each completion has its finish_reason. Leaving the loop early aborts the request.
         """
-        params = sampling_params or self.get_default_sampling_params()
-        return self._stream(self._make_request(prompt, params, priority))
+        return self._stream(self._make_request(prompt, sampling_params, priority))
 
     def _stream(self, request: Request) -> Iterator[CompletionOutput]:
         # Tokens, characters and finish_reason of each completion that were shown so far.
@@ -252,8 +251,7 @@ class LLM:
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
                     priority: int = 0) -> str:
         """Queue one request for `step`; returns its id. Raises ValueError, queueing nothing."""
-        params = sampling_params or self.get_default_sampling_params()
-        request = self._make_request(prompt, params, priority)
+        request = self._make_request(prompt, sampling_params, priority)
         with self.lock:
             self.requests[request.request_id] = request
             self.scheduler.add(request)
@@ -308,9 +306,10 @@ class LLM:
 
     # ---- requests ----------------------------------------------------------------------------
 
-    def _make_request(self, prompt: Prompt, params: SamplingParams, priority: int = 0,
+    def _make_request(self, prompt: Prompt, params: SamplingParams | None, priority: int = 0,
                       beams: BeamSearchParams | None = None) -> Request:
         """Check everything that the caller gave; nothing is queued yet."""
+        params = self.get_default_sampling_params() if params is None else params
         require(isinstance(params, SamplingParams), "sampling_params", params, "a SamplingParams")
         params = replace(params)  # a checked copy of our own
         check_number("priority", priority, -2**63, 2**63 - 1)
@@ -356,7 +355,8 @@ class LLM:
         require(is_sequence(token_ids), "prompt_token_ids", token_ids, "a list of token ids")
         for token_id in token_ids:
             check_number("prompt_token_ids", token_id, 0, self.vocab_size - 1)
-        return text, [int(token_id) for token_id in token_ids], (salt or "").encode()
+        salt = (salt or "").encode(errors="surrogatepass")
+        return text, [int(token_id) for token_id in token_ids], salt
 
     def _encode(self, text: str, **options: Any) -> list[int]:
         require(self.tokenizer is not None, "prompt", text,

@@ -25,8 +25,8 @@ class PromptLookup(Checked):
     """Drafts without a draft model: what followed the last tokens when they came up before.
 
     Names as in vLLM's speculative_config, method "ngram" (v1/spec_decode/ngram_proposer.py). Each
-    sequence keeps an index from n-gram to the position behind its latest occurrence: a step adds
-    one entry for each n and looks up at most as many, however long the text.
+    sequence keeps an index from n-gram to the position behind its latest occurrence: a token adds
+    one entry for each n, and a step looks up at most as many, however long the text.
     """
 
     num_speculative_tokens: int = between(1)
@@ -87,7 +87,7 @@ class BeamSearchParams(Checked):
     beam_width: int = between(1)
     max_tokens: int = between(1)
     ignore_eos: bool = False
-    length_penalty: float = between(-100, 100, default=1.0)
+    length_penalty: float = between(-10, 10, default=1.0)
     temperature: Any = neutral(0.0, instead="ranks beams by their own probability")
 
     def to_sampling_params(self, num_end_tokens: int) -> SamplingParams:

@@ -77,7 +77,8 @@ class Scheduler:
             self._admit_waiting(batch)
         if self.running and not batch.sequences:
             # Only beams are left that wait for their siblings, and these find no room.
-            self._preempt(self.running.pop(), batch)
+            self._preempt(self.running[-1], batch)
+            del self.running[-1]
             self._admit_waiting(batch)
         if self.drafter is not None:
             self._add_drafts(batch, self.drafter)
@@ -125,7 +126,8 @@ class Scheduler:
             if num_needed + num_reserved > manager.num_free_blocks:
                 manager.free(seq)
                 break
-            insort(self.running, self.waiting.pop(0))
+            insort(self.running, seq)  # first: an interrupt between the two must not lose it
+            del self.waiting[0]
             batch.admitted.append(seq)
             self._schedule_tokens(batch, seq, num_new, num_needed)
 
@@ -196,7 +198,8 @@ class Scheduler:
         self.running = [seq for seq in self.running if seq.finish_reason is None]
         # Forks may be more than can run at once: the last in order come later, as if preempted.
         while len(self.running) > self.max_num_seqs:
-            self._preempt(self.running.pop(), batch)
+            self._preempt(self.running[-1], batch)
+            del self.running[-1]
         self.metrics.count_update(batch, num_sampled, num_generated)
         return list(touched)
 
@@ -244,6 +247,6 @@ class Scheduler:
             self.block_manager.fork(beam, child)
         for beam in beams:
             self.block_manager.free(beam)
-        self.running = [seq for seq in self.running if seq.request is not request]
-        for _, child in survivors:
-            insort(self.running, child)
+        # In one assignment: an interrupt must find the request in the queue, before or after.
+        others = [seq for seq in self.running if seq.request is not request]
+        self.running = sorted(others + [child for _, child in survivors])

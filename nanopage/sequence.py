@@ -49,7 +49,7 @@ class SamplingParams(CarriedSamplingParams):
     """
 
     n: int = between(1, 16384, default=1)
-    temperature: float = between(0, default=1.0)
+    temperature: float = between(0, 1e38, default=1.0)
     top_p: float = between(0, 1, default=1.0)
     top_k: int = between(-1, default=0)
     min_p: float = between(0, 1, default=0.0)
@@ -73,7 +73,7 @@ class SamplingParams(CarriedSamplingParams):
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         is_text = isinstance(stop, (list, tuple)) and all(isinstance(s, str) and s for s in stop)
         require(is_text, "stop", self.stop, "a string that is not empty, or a list of them")
-        ids = self.stop_token_ids or []
+        ids = [] if self.stop_token_ids is None else self.stop_token_ids
         require(isinstance(ids, (list, tuple, set)), "stop_token_ids", ids, "a list of token ids")
         for token_id in ids:
             check_number("stop_token_ids", token_id, 0)

@@ -337,3 +337,21 @@ def test_beams_on_a_real_model():
                 assert completion.text == llm.tokenizer.decode(completion.token_ids,
                                                                skip_special_tokens=True)
     check_idle(llm)
+
+
+def test_an_interrupt_among_beams_loses_no_request(r_model, monkeypatch):
+    """Between two lists the request was in neither, and who waited for its end waited for ever."""
+    llm = make_engine(r_model)
+    sampling_params = BeamSearchParams(2, 6).to_sampling_params(0)
+    request = llm._make_request([1, 2, 3], sampling_params, beams=BeamSearchParams(2, 6))
+    llm.scheduler.add(request)
+    llm.step()
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+    monkeypatch.setattr(type(request.sequences[0]), "__lt__", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.step()
+    assert request.finished
+    monkeypatch.undo()
+    check_idle(llm)

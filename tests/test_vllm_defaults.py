@@ -285,3 +285,69 @@ def test_a_long_value_does_not_fill_the_screen(chatty):
     with pytest.raises(ValueError) as error:
         chatty.generate([{"prompt_token_ids": [1] * 9, "images": [0] * 9000}])
     assert len(str(error.value)) < 400
+
+
+def test_numpys_numbers_are_python_numbers(r_model):
+    """They overflowed in the middle of a step, which ended the requests of others."""
+    llm = make_engine(r_model, seed=np.int64(1), max_num_seqs=np.int8(100))
+    for seed in (5, np.int64(5)):
+        params = SamplingParams(seed=seed, max_tokens=np.int8(4), top_k=np.int8(100))
+        outputs = [llm.generate([[1, 2]], params)[0].outputs[0].token_ids for _ in range(2)]
+        assert outputs[0] == outputs[1] and type(params.seed) is int
+    assert len(llm.beam_search([[1, 2]], BeamSearchParams(np.int8(100), 2))[0].outputs) == 100
+
+
+def test_limits_that_a_step_would_have_met(r_model):
+    llm = make_engine(r_model)
+    for name, value in (("temperature", 1e39), ("temperature", 10**400)):
+        with pytest.raises(ValueError, match=name):
+            SamplingParams(**{name: value})
+    with pytest.raises(ValueError, match="length_penalty"):
+        BeamSearchParams(beam_width=1, max_tokens=1900, length_penalty=100)
+    for call in (llm.stream, llm.add_request, llm.generate):
+        with pytest.raises(ValueError, match="sampling_params={}"):
+            call([1, 2], {})
+    with pytest.raises(ValueError, match="stop_token_ids"):
+        SamplingParams(stop_token_ids=np.array([1, 2]))
+    assert llm.generate({"prompt_token_ids": [1], "cache_salt": "\ud800"})[0].finished
+    check_idle(llm)
+
+
+def test_two_names_of_one_argument(r_model):
+    assert LLM(r_model, num_blocks=7, num_gpu_blocks_override=7).model_runner.num_blocks == 7
+    for options in (dict(num_blocks=64, num_gpu_blocks_override=3),
+                    dict(num_gpu_blocks_override=2**40)):
+        with pytest.raises(ValueError, match="num_gpu_blocks_override"):
+            LLM(r_model, **options)
+
+
+def test_an_end_token_that_the_model_cannot_say(tmp_path):
+    """It was barred until min_tokens, by an index beyond the logits."""
+    path = make_model(tmp_path / "model")
+    config = json.loads((Path(path) / "config.json").read_text())
+    (Path(path) / "config.json").write_text(json.dumps({**config, "eos_token_id": [200, 3]}))
+    llm = make_engine(path)
+    output, = llm.generate([[1]], SamplingParams(min_tokens=2, max_tokens=3))
+    assert output.finished and llm.end_token_ids == {3}
+
+
+@pytest.mark.parametrize("changes, named", [
+    (dict(architectures=["GPT2LMHeadModel"], model_type="gpt2"), "architectures"),
+    (dict(tokenizer="/no/such/tokenizer"), "tokenizer='/no/such"),
+    (dict(device="cpu:00"), "device")])
+def test_a_refusal_names_its_argument(tmp_path, changes, named):
+    path = make_model(tmp_path / "model")
+    options = {name: changes[name] for name in ("tokenizer", "device") if name in changes}
+    if not options:
+        config = json.loads((Path(path) / "config.json").read_text())
+        (Path(path) / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(ValueError, match=named):
+        LLM(path, **options)
+
+
+def test_a_limit_of_the_container_that_cannot_be_read(tmp_path):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemAvailable: 8000 kB\n")
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup/memory.max").write_bytes(b"\xff\xfe")
+    assert available_memory(tmp_path) == 8000 * 1024
