@@ -140,7 +140,7 @@ class LLM:
         prompts = as_list(prompts)
         require(lora_request is None, "lora_request", lora_request, "None")
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            sampling_params = [sampling_params] * len(prompts)
+            sampling_params = [self._or_default(sampling_params)] * len(prompts)
         priority = [0] * len(prompts) if priority is None else priority
         for name, values, kind in (("sampling_params", sampling_params, "a SamplingParams"),
                                    ("priority", priority, "None")):
@@ -230,7 +230,7 @@ class LLM:
         No text ends in half a character, and none is part of a stop string. The last output of
         each completion has its finish_reason. Leaving the loop early aborts the request.
         """
-        return self._stream(self._make_request(prompt, sampling_params, priority))
+        return self._stream(self._make_request(prompt, self._or_default(sampling_params), priority))
 
     def _stream(self, request: Request) -> Iterator[CompletionOutput]:
         # Tokens, characters and finish_reason of each completion that were shown so far.
@@ -251,7 +251,7 @@ class LLM:
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None,
                     priority: int = 0) -> str:
         """Queue one request for `step`; returns its id. Raises ValueError, queueing nothing."""
-        request = self._make_request(prompt, sampling_params, priority)
+        request = self._make_request(prompt, self._or_default(sampling_params), priority)
         with self.lock:
             self.requests[request.request_id] = request
             self.scheduler.add(request)
@@ -287,6 +287,9 @@ class LLM:
         """What the model's generation_config.json asks for, and vLLM's defaults beside it."""
         return SamplingParams(**self.sampling_defaults)
 
+    def _or_default(self, params: SamplingParams | None) -> SamplingParams:
+        return self.get_default_sampling_params() if params is None else params
+
     def reset_prefix_cache(self) -> bool:
         """Forget what is cached; a block that is in use stays in use."""
         with self.lock:
@@ -306,10 +309,9 @@ class LLM:
 
     # ---- requests ----------------------------------------------------------------------------
 
-    def _make_request(self, prompt: Prompt, params: SamplingParams | None, priority: int = 0,
+    def _make_request(self, prompt: Prompt, params: SamplingParams, priority: int = 0,
                       beams: BeamSearchParams | None = None) -> Request:
         """Check everything that the caller gave; nothing is queued yet."""
-        params = self.get_default_sampling_params() if params is None else params
         require(isinstance(params, SamplingParams), "sampling_params", params, "a SamplingParams")
         params = replace(params)  # a checked copy of our own
         check_number("priority", priority, -2**63, 2**63 - 1)
