@@ -215,17 +215,22 @@ def worker_vllm_api(args: argparse.Namespace) -> tuple[int, float]:
     return sum(length for _, length in workload), time.perf_counter() - start
 
 
-def worker_hf(args: argparse.Namespace) -> tuple[int, float]:
-    """Static batches of 16, sorted by output length; a batch runs to its longest request."""
+def load_hf(args: argparse.Namespace):
     import torch
     from transformers import AutoModelForCausalLM
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(
+    return AutoModelForCausalLM.from_pretrained(
         args.model, dtype=getattr(torch, args.dtype)).to(device).eval()
+
+
+def worker_hf(args: argparse.Namespace) -> tuple[int, float]:
+    """Static batches of 16, sorted by output length; a batch runs to its longest request."""
+    import torch
+    model = load_hf(args)
     workload = sorted(make_workload(args), key=lambda request: request[1])
 
     def run(batch):
-        prompts = [torch.tensor(prompt, device=device) for prompt, _ in batch]
+        prompts = [torch.tensor(prompt, device=model.device) for prompt, _ in batch]
         ids, mask = (torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_side="left")
                      for rows in (prompts, [torch.ones_like(prompt) for prompt in prompts]))
         model.generate(ids, attention_mask=mask, do_sample=False, eos_token_id=None,
@@ -241,11 +246,8 @@ def worker_hf(args: argparse.Namespace) -> tuple[int, float]:
 def worker_hf_continuous(args: argparse.Namespace) -> tuple[int, float]:
     """transformers' own continuous batching, which pages as well."""
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(
-        args.model, dtype=getattr(torch, args.dtype)).to(device).eval()
-    workload = make_workload(args)
+    from transformers import GenerationConfig
+    model, workload = load_hf(args), make_workload(args)
     config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
 
     def run(batch):
