@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanopage.attention import AttentionMetadata, Backend, attend_densely, causal_mask
+from nanopage.attention import AttentionMetadata, Backend, causal_mask
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # (scaled q, K pool, V pool) -> as q
 
@@ -40,6 +40,7 @@ class CpuAttention(Backend):
     name = "cpu"
     is_capturable = False
     max_bag_queries = 8
+    max_dense_queries = 128
 
     def block_shape(self, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return num_kv_heads, block_size, head_dim
@@ -73,30 +74,44 @@ class CpuAttention(Backend):
               window: int | None) -> Iterator[tuple[slice | Tensor, Attend]]:
         """Which of the step's tokens attend together, and how."""
         borders, tables = metadata.cu_seqlens_q.tolist(), metadata.block_tables
+        # For the scores and probabilities of one chunk, in all layers.
+        scratch = q.new_empty(0), q.new_empty(0)
         short: list[int] = []
         for i, num_keys in enumerate(metadata.context_lens.tolist()):
-            tokens = slice(borders[i], borders[i + 1])
-            num_queries = borders[i + 1] - borders[i]
-            if num_queries <= self.max_bag_queries:
-                short += range(tokens.start, tokens.stop)
-            else:
-                yield tokens, plan_gathered(tables[i, :-(-num_keys // cache.shape[3])],
-                                            causal_mask(num_queries, num_keys, window, q))
+            tokens = range(borders[i], borders[i + 1])
+            if len(tokens) <= self.max_bag_queries:
+                short += tokens
+                continue
+            for start in tokens[::self.max_dense_queries]:
+                end = min(start + self.max_dense_queries, tokens.stop)
+                num_seen = num_keys - (tokens.stop - end)  # nobody here sees a later key
+                table = tables[i, :-(-num_seen // cache.shape[3])]
+                mask = causal_mask(end - start, num_seen, window, q)
+                yield slice(start, end), plan_dense(table, mask, scratch)
         if short:
             index = slice(None) if len(short) == len(q) else torch.tensor(short)
             tables = tables.repeat_interleave(metadata.cu_seqlens_q.diff(), dim=0)[index]
             yield index, plan_in_place(q, cache, tables, metadata.positions[index], window)
 
 
-def plan_gathered(table: Tensor, mask: Tensor) -> Attend:
-    """table: the blocks of one sequence; mask: [queries, keys]."""
-    num_keys = mask.shape[1]
+def plan_dense(table: Tensor, mask: Tensor, scratch: tuple[Tensor, Tensor]) -> Attend:
+    """table: the blocks of one sequence; mask: [queries, keys].
+
+    Two products of matrices, with the query heads of a KV head one below the other. In bfloat16
+    that is up to three times as fast as torch's fused attention, which needs AMX to be fast, as
+    long as the results go to memory that is there already: fresh pages cost more than the products.
+    """
+    num_queries, num_keys = mask.shape
 
     def attend(q: Tensor, k_pool: Tensor, v_pool: Tensor) -> Tensor:
-        # [blocks, kv_heads, head_dim, block_size] -> [num_keys, kv_heads, head_dim]
-        k = k_pool.index_select(0, table).permute(0, 3, 1, 2).flatten(0, 1)[:num_keys]
-        v = v_pool.index_select(0, table).transpose(1, 2).flatten(0, 1)[:num_keys]
-        return attend_densely(q, k, v, mask, scale=1.0)
+        # [blocks, kv_heads, head_dim, block_size] -> [kv_heads, head_dim, num_keys]
+        k = k_pool.index_select(0, table).permute(1, 2, 0, 3).flatten(2)[..., :num_keys]
+        v = v_pool.index_select(0, table).transpose(0, 1).flatten(1, 2)[:, :num_keys]
+        q = q.unflatten(1, (len(k), -1)).permute(1, 2, 0, 3)  # [kv_heads, group, queries, head_dim]
+        scores = torch.bmm(q.flatten(1, 2), k, out=scratch[0].resize_(0))
+        scores.unflatten(1, (-1, num_queries)).add_(mask)
+        probs = torch.softmax(scores, -1, out=scratch[1].resize_(0))
+        return torch.bmm(probs, v).view(q.shape).permute(2, 0, 1, 3).flatten(1, 2)
 
     return attend
 

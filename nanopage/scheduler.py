@@ -77,8 +77,7 @@ class Scheduler:
             self._admit_waiting(batch)
         if self.running and not batch.sequences:
             # Only beams are left that wait for their siblings, and these find no room.
-            self._preempt(self.running[-1], batch)
-            del self.running[-1]
+            self._preempt_last(self.running, batch)
             self._admit_waiting(batch)
         if self.drafter is not None:
             self._add_drafts(batch, self.drafter)
@@ -91,22 +90,21 @@ class Scheduler:
         served: list[Sequence] = []
         unserved = deque(self.running)
         while unserved:
-            seq = unserved.popleft()
+            seq = unserved[0]
             num_new = len(seq.token_ids) - seq.num_computed_tokens
             if num_new == 0:  # a beam that waits for its siblings
-                served.append(seq)
+                served.append(unserved.popleft())
                 continue
             if num_new > 1:  # leave one token for each of those behind: decodes never starve
-                num_left = self.max_num_batched_tokens - batch.num_tokens - len(unserved)
+                num_left = self.max_num_batched_tokens - batch.num_tokens - len(unserved) + 1
                 num_new = min(num_new, num_left)
             end = seq.num_computed_tokens + num_new
             while (num_needed := manager.num_blocks_needed(seq, end)) > len(free):
-                victim = unserved.pop() if unserved else seq
-                self._preempt(victim, batch)
-                if victim is seq:
+                self._preempt_last(unserved, batch)
+                if not unserved:  # it was the last itself
                     break
             else:
-                served.append(seq)
+                served.append(unserved.popleft())
                 self._schedule_tokens(batch, seq, num_new, num_needed)
         self.running = served
 
@@ -161,11 +159,13 @@ class Scheduler:
             batch.num_tokens += len(draft)
             batch.num_drafts += len(draft)
 
-    def _preempt(self, seq: Sequence, batch: Batch) -> None:
-        """Recompute later: nothing is swapped out, and often the prefix cache still has it."""
+    def _preempt_last(self, queue: list[Sequence] | deque[Sequence], batch: Batch) -> None:
+        """Recompute it later: nothing is swapped out, and often the prefix cache still has it."""
+        seq = queue[-1]
         self.block_manager.free(seq)
         seq.candidates = None
         insort(self.waiting, seq)
+        queue.pop()  # last: an interrupt must not lose it
         batch.num_preemptions += 1
 
     # ---- after the forward pass --------------------------------------------------------------
@@ -198,8 +198,7 @@ class Scheduler:
         self.running = [seq for seq in self.running if seq.finish_reason is None]
         # Forks may be more than can run at once: the last in order come later, as if preempted.
         while len(self.running) > self.max_num_seqs:
-            self._preempt(self.running[-1], batch)
-            del self.running[-1]
+            self._preempt_last(self.running, batch)
         self.metrics.count_update(batch, num_sampled, num_generated)
         return list(touched)
 

@@ -279,7 +279,7 @@ def test_preempted_beams_that_need_the_whole_pool(model_dir):
         touched = update(batch, samples)
         if num_steps == 19:
             while llm.scheduler.running:
-                llm.scheduler._preempt(llm.scheduler.running.pop(), batch)
+                llm.scheduler._preempt_last(llm.scheduler.running, batch)
         return touched
 
     llm.scheduler.update = watched
@@ -303,7 +303,7 @@ def test_a_preempted_beam_makes_its_offers_anew(r_model):
     llm.model_runner.execute = watched
     llm.beam_search([[1, 2, 3]], BeamSearchParams(beam_width=2, max_tokens=3))
     assert seq.candidates is not None
-    llm.scheduler._preempt(seq, Batch())
+    llm.scheduler._preempt_last([seq], Batch())
     assert seq.candidates is None
     llm.scheduler.waiting.clear()
 
