@@ -115,7 +115,10 @@ class ReferenceAttention(Backend):
             table = table[:-(-num_keys // cache.shape[2])]
             k, v = cache[:, table].flatten(1, 2)[:, :num_keys]
             mask = causal_mask(len(q_seq), num_keys, window, q)
-            out.append(attend_densely(q_seq, k, v, mask, scale))
+            q_seq, k, v = (x.transpose(0, 1) for x in (q_seq, k, v))  # heads first
+            attended = F.scaled_dot_product_attention(
+                q_seq, k, v, mask, scale=scale, enable_gqa=True)
+            out.append(attended.transpose(0, 1))
         return torch.cat(out)
 
 
@@ -129,13 +132,6 @@ def causal_mask(num_queries: int, num_keys: int, window: int | None, like: Tenso
     distances = queries[:, None] - torch.arange(num_keys, device=like.device)
     hidden = (distances < 0) | (distances >= (window or num_keys))
     return like.new_zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
-
-
-def attend_densely(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float) -> Tensor:
-    """q: [queries, heads, head_dim]; k, v: [keys, kv_heads, head_dim]; returns as q."""
-    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))  # [1, heads, tokens, head_dim]
-    out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=True)
-    return out[0].transpose(0, 1)
 
 
 class FlashAttention(Backend):
