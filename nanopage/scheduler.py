@@ -96,7 +96,7 @@ class Scheduler:
                 served.append(unserved.popleft())
                 continue
             if num_new > 1:  # leave one token for each of those behind: decodes never starve
-                num_left = self.max_num_batched_tokens - batch.num_tokens - len(unserved) + 1
+                num_left = self.max_num_batched_tokens - batch.num_tokens - (len(unserved) - 1)
                 num_new = min(num_new, num_left)
             end = seq.num_computed_tokens + num_new
             while (num_needed := manager.num_blocks_needed(seq, end)) > len(free):

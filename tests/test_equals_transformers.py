@@ -268,7 +268,8 @@ def test_priority_and_starvation(r_model):
 def test_priority_order(r_model):
     llm = make_engine(r_model, max_num_seqs=1)
     params = SamplingParams(temperature=0, max_tokens=2)
-    ids = [llm.add_request([1, 2, 3], params, priority=p) for p in (2, 0, 1, 0)]
+    # Unequal prompts, the shortest with the least priority: a queue by length would show.
+    ids = [llm.add_request([1, 2, 3][p:], params, priority=p) for p in (2, 0, 1, 0)]
     ended = []
     while llm.has_unfinished_requests():
         ended += [output.request_id for output in llm.step() if output.finished]
