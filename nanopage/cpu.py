@@ -1,8 +1,8 @@
 """What makes it fast on a CPU?
 
-A leaf: nothing here changes what is computed, and a first reader may skip it. Two things cost time
-on a CPU that a GPU does not notice: copying keys and values together before they are attended to,
-and weights in an order that does not suit the processor.
+A leaf: nothing here changes what is computed, and a first reader may skip it. Three things cost
+time on a CPU that a GPU does not notice: copying keys and values together before they are attended
+to, weights in an order that does not suit the processor, and fresh pages for every temporary.
 
 Invariants: what this file replaces stays right without it; unwritten slots are never read into a
 result.
@@ -10,6 +10,7 @@ result.
 Next: parallel.py, how several devices compute one model.
 """
 
+import ctypes
 import math
 import os
 import re
@@ -195,6 +196,18 @@ def pack_linears(module: nn.Module) -> None:
             setattr(module, name, packed)
             if is_gate:  # its product now ends with the SiLU that stood behind it
                 module.act = nn.Identity()
+
+
+def keep_freed_memory() -> None:
+    """Let glibc's malloc, where it is there, hand freed memory out again instead of unmapping it.
+
+    A prefill of 512 tokens with the shape of Qwen3-0.6B has 110,000 page faults otherwise, which
+    take up to a quarter of its time.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: bytes that may be free at the end of the heap
+        mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: what is larger still gets pages of its own
 
 
 def available_memory(root: Path = Path("/")) -> int:

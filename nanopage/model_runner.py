@@ -22,7 +22,7 @@ from torch import Tensor
 
 from nanopage.attention import AttentionMetadata
 from nanopage.config import EngineConfig, choose_backend, longest_sequence
-from nanopage.cpu import available_memory, pack_linears
+from nanopage.cpu import available_memory, keep_freed_memory, pack_linears
 from nanopage.layers import CausalLM
 from nanopage.parallel import RANK, WORLD_SIZE, check_alike, cut_config, exchange, gather
 from nanopage.sampler import SampleRow, sample, to_device, top_logprobs
@@ -111,6 +111,7 @@ class ModelRunner:
         self.model.load_weights(path)
         if config.device.type == "cpu":
             pack_linears(self.model)
+            keep_freed_memory()
         self.decode_graph: DecodeGraph | None = None
         self.has_failed = False  # in a step: other ranks may still wait in it
         self.num_blocks, self.max_model_len = self._size_cache(max_length)
