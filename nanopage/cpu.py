@@ -35,8 +35,8 @@ class CpuAttention(Backend):
     does what vLLM's kernel does (csrc/attention), and copies neither K nor V.
 
     Long chunks of a prompt have many queries for the same keys: there it is cheaper to gather the
-    keys once. They are cut into pieces: the scores of a piece need little memory, and fewer keys are
-    computed only to be hidden.
+    keys once. They are cut into pieces: the scores of a piece need little memory, and fewer of them
+    are computed only to be hidden.
     """
 
     name = "cpu"
