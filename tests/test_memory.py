@@ -1,4 +1,4 @@
-"""How much memory the pool takes, and that it is given back."""
+"""How much memory the pool takes, what is given back, and what is kept."""
 
 import gc
 import subprocess
